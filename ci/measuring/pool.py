@@ -1,0 +1,118 @@
+"""Worker processes that may crash or hang: each task ends, in a result or in how it died."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Generic, TypeVar
+
+_Task = TypeVar("_Task")
+_Result = TypeVar("_Result")
+
+# What a task calls to say what it is about to do, so that its death can be told by that.
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Died:
+    """A worker that did not come back.
+
+    Attributes:
+        during: what the task had said last that it was about to do.
+        how: `SIGSEGV` and the like, `exit code 3`, or `no answer in 20 s`.
+    """
+
+    during: str
+    how: str
+
+
+class _Worker(Generic[_Task, _Result]):
+    def __init__(self, function: Callable[[_Task, Progress], _Result]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, function), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.task: _Task | None = None
+        self.during = ""
+        self.deadline = 0.0
+
+    def give(self, task: _Task, limit_s: float) -> None:
+        self.task, self.during, self.deadline = task, "", time.monotonic() + limit_s
+        self.pipe.send(task)
+
+    def answer(self, limit_s: float) -> _Result | Died | None:
+        """Return the result or the death of the task, or None if it is still at work."""
+        try:
+            while self.pipe.poll():
+                kind, value = self.pipe.recv()
+                if kind == "result":
+                    return value  # type: ignore[no-any-return]
+                self.during = value
+        except (EOFError, ConnectionError):
+            self.process.join()
+            return Died(self.during, _exit_name(self.process.exitcode))
+        if time.monotonic() < self.deadline:
+            return None
+        self.stop()
+        return Died(self.during, f"no answer in {limit_s:.0f} s")
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def run_all(
+    function: Callable[[_Task, Progress], _Result],
+    tasks: Iterable[_Task],
+    *,
+    workers: int,
+    limit_s: float,
+) -> Iterator[tuple[_Task, _Result | Died]]:
+    """Run tasks in worker processes, and give each with what came of it, as they end.
+
+    Args:
+        function: a module-level function of a task.
+        tasks: what to do; taken one by one.
+        workers: how many processes.
+        limit_s: seconds that one task may take before its process is killed.
+    """
+    queue = iter(tasks)
+    pool = [_Worker(function) for _ in range(workers)]
+    try:
+        while True:
+            for worker in pool:
+                if worker.task is None and (task := next(queue, None)) is not None:
+                    worker.give(task, limit_s)
+            busy = [w for w in pool if w.task is not None]
+            if not busy:
+                return
+            wait([w.pipe for w in busy], timeout=0.5)
+            for worker in busy:
+                if (answer := worker.answer(limit_s)) is None:
+                    continue
+                yield worker.task, answer  # type: ignore[misc]
+                worker.task = None
+                if isinstance(answer, Died):
+                    pool[pool.index(worker)] = _Worker(function)
+    finally:
+        for worker in pool:
+            worker.stop()
+
+
+def _serve(pipe: Connection, function: Callable[[_Task, Progress], _Result]) -> None:
+    quiet = os.open(os.devnull, os.O_WRONLY)  # compilers print their stacks when they crash
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    while True:
+        task = pipe.recv()
+        pipe.send(("result", function(task, lambda text: pipe.send(("progress", text)))))
+
+
+def _exit_name(code: int | None) -> str:
+    return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"

@@ -1,0 +1,1 @@
+"""The compiler half: a functional ATen graph in, a plan and artifacts out; opens no device."""

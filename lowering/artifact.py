@@ -1,0 +1,35 @@
+"""What a compiled region is on disk: a .vmfb, its signature and where it came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowering.region import Signature
+
+ENTRY = "main"
+PARAMETER_SCOPE = "model"
+
+
+def parameter_name(index: int) -> str:
+    """Return the name under which a region's parameter `index` is bound."""
+    return f"p{index}"
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A region, compiled.
+
+    Attributes:
+        name: name of the region.
+        vmfb: the module; entry point `main` on the coarse-fences ABI, parameters `p0`, `p1`, ...
+            in the scope `model`.
+        signature: what the entry point takes and gives.
+        flags: the compiler flags that were chosen.
+        ops: what it computes: op names and the user's lines, as text, for reports and errors.
+    """
+
+    name: str
+    vmfb: bytes
+    signature: Signature
+    flags: tuple[str, ...]
+    ops: tuple[tuple[str, str], ...]

@@ -1,0 +1,78 @@
+"""One form for every captured graph: functional ATen, with the role of each input known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from lowering.errors import InternalError
+
+# Tensor constants up to this many elements stay in the IR, where the compiler can fold them.
+INLINE_CONSTANT_ELEMENTS = 16
+
+
+@dataclass(frozen=True)
+class CapturedGraph:
+    """A functional ATen graph.
+
+    Attributes:
+        graph_module: the graph; nodes are placeholders, `call_function` of ATen ops (or of Python
+            arithmetic on symbolic sizes), `get_attr` of constants, and one output.
+        inputs: the placeholders, in the order of the call.
+        weights: those placeholders whose tensors keep their identity between calls.
+        constants: tensors that the graph itself holds, by the name of their node.
+    """
+
+    graph_module: fx.GraphModule
+    inputs: tuple[fx.Node, ...]
+    weights: frozenset[fx.Node]
+    constants: dict[fx.Node, torch.Tensor]
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The nodes that compute something, in a valid order."""
+        return tuple(n for n in self.graph_module.graph.nodes if n.op == "call_function")
+
+    @property
+    def outputs(self) -> tuple[object, ...]:
+        """What the graph returns: a node, None or a Python scalar each."""
+        (output,) = self.graph_module.graph.find_nodes(op="output")
+        (values,) = output.args
+        return tuple(values) if isinstance(values, (list, tuple)) else (values,)
+
+
+def capture_aot(graph_module: fx.GraphModule, weights: Iterable[int] = ()) -> CapturedGraph:
+    """Take a graph as AOTAutograd hands it to a compiler.
+
+    Args:
+        graph_module: forward, backward or inference graph of AOTAutograd.
+        weights: positions of the inputs that are parameters or buffers (`static_input_indices`).
+
+    Raises:
+        InternalError: the graph calls modules or methods, which AOTAutograd never leaves.
+    """
+    graph_module.graph.eliminate_dead_code()
+    graph_module.recompile()
+    inputs = tuple(graph_module.graph.find_nodes(op="placeholder"))
+    constants: dict[fx.Node, torch.Tensor] = {}
+    for node in graph_module.graph.nodes:
+        if node.op in ("call_module", "call_method"):
+            raise InternalError(f"a functional graph has no {node.op}: {node.format_node()}")
+        if node.op == "get_attr":
+            value = _attribute(graph_module, str(node.target))
+            if isinstance(value, torch.Tensor):
+                constants[node] = value
+                node.meta.setdefault("val", value)
+    return CapturedGraph(
+        graph_module, inputs, frozenset(inputs[i] for i in weights if i < len(inputs)), constants
+    )
+
+
+def _attribute(module: torch.nn.Module, path: str) -> object:
+    value: object = module
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value

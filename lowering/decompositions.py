@@ -1,0 +1,94 @@
+"""The decomposition table: PyTorch's core ATen set, what our lowering adds, and the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch._decomp import core_aten_decompositions, get_decompositions
+
+aten = torch.ops.aten
+OpOverload = torch._ops.OpOverload
+DecompositionTable = Mapping[OpOverload, Callable[..., Any]]
+
+# Beyond core ATen: torch-mlir lowers the pieces, and lowers them better than the whole.
+EXTRA_OPS = (
+    aten._adaptive_avg_pool2d,
+    aten._euclidean_dist,
+    aten._log_softmax,
+    aten._native_batch_norm_legit,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional,
+    aten._native_batch_norm_legit_no_training,
+    aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._to_copy,
+    aten.addmm,
+    aten.baddbmm,
+    aten.diag,
+    aten.full,
+    aten.grid_sampler_2d,
+    aten.logsumexp,
+    aten.native_group_norm,
+    aten.native_layer_norm,
+    aten.scaled_dot_product_attention,
+    aten.squeeze.dims,
+    aten.upsample_bilinear2d.vec,
+)
+
+# In core ATen's table, but torch-mlir has a direct lowering that is right where the pieces are not.
+KEPT_OPS = frozenset(
+    {
+        "aten.all",
+        "aten.empty_like",
+        "aten.eye",
+        "aten.isclose",
+        "aten.isfinite",
+        "aten.linalg_norm",
+        "aten.linalg_slogdet",
+        "aten.linalg_vector_norm",
+        "aten.logaddexp",
+        "aten.logaddexp2",
+        "aten.norm",
+        "aten.one_hot",
+        "aten.rms_norm",
+        "aten.roll",
+    }
+)
+
+
+def op_name(target: object) -> str:
+    """Return the name we give an op everywhere, e.g. `aten.add.Tensor`."""
+    if isinstance(target, OpOverload):
+        return str(target)
+    return getattr(target, "__name__", str(target))
+
+
+def matches(op: str, patterns: Iterable[str]) -> bool:
+    """Say whether `op` is named by one of `patterns`: `aten.add.Tensor`, `aten.add` or `add`."""
+    packet = op.rpartition(".")[0] if op.count(".") >= 2 else op
+    names = {op, packet, packet.rpartition(".")[2]}
+    return not names.isdisjoint(patterns)
+
+
+@cache
+def _default_table() -> dict[OpOverload, Callable[..., Any]]:
+    return {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS)}
+
+
+def decomposition_table(
+    keep_ops: Iterable[str] = (), user: DecompositionTable | None = None
+) -> dict[OpOverload, Callable[..., Any]]:
+    """Build the table that AOTAutograd decomposes with.
+
+    Args:
+        keep_ops: ops to leave whole, by `aten.name.overload`, `aten.name` or `name`.
+        user: decompositions of the user's own; they win over ours and over `keep_ops`.
+
+    Returns:
+        op overload -> a function on tensors that computes the same.
+    """
+    keep = {*KEPT_OPS, *keep_ops}
+    table = {op: fn for op, fn in _default_table().items() if not matches(str(op), keep)}
+    return {**table, **(user or {})}

@@ -1,0 +1,82 @@
+"""The errors a caller of the stack can handle, one class per situation; `NpuIreeError` is the root."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class NpuIreeError(Exception):
+    """Root of every error that this project raises on purpose."""
+
+
+class InternalError(NpuIreeError):
+    """A bug of ours, not of the user's program."""
+
+
+@dataclass(frozen=True)
+class HostOp:
+    """One op that does not run on the device, why, and where the user wrote it.
+
+    Attributes:
+        op: name of the op with its overload, e.g. `aten.median.default`.
+        kind: `unsupported` (the target cannot), `disabled` (the user asked), `cost` (not worth a
+            transfer), `state` (host-side state such as a random generator) or `failed` (the
+            compiler refused a region that holds it).
+        reason: one line for people.
+        where: `file:line in function` of the user's code, or an empty string if unknown.
+        code: the text of that line.
+    """
+
+    op: str
+    kind: str
+    reason: str
+    where: str = ""
+    code: str = ""
+
+    def __str__(self) -> str:
+        place = f"\n      at {self.where}" if self.where else ""
+        code = f": {self.code}" if self.where and self.code else ""
+        return f"{self.op}: {self.reason}{place}{code}"
+
+
+class UnsupportedOpError(NpuIreeError):
+    """The graph holds ops that the target cannot run and `fallback="error"` forbids the host.
+
+    Attributes:
+        target: name of the target.
+        ops: every such op of the graph, not only the first.
+    """
+
+    def __init__(self, target: str, ops: Sequence[HostOp]) -> None:
+        self.target = target
+        self.ops = tuple(ops)
+        lines = "\n".join(f"  {i + 1}. {op}" for i, op in enumerate(self.ops))
+        count = len(self.ops)
+        super().__init__(
+            f"target {target!r} cannot run {count} op{'s' * (count != 1)} of this graph, and "
+            f'fallback="error" keeps {"them" if count != 1 else "it"} off the host:\n{lines}\n'
+            'Rewrite these lines, or allow the host with options={"fallback": "host"}.'
+        )
+
+
+class StageError(NpuIreeError):
+    """A lowering stage failed.
+
+    Attributes:
+        stage: name of the stage, e.g. `torch-to-linalg`.
+        diagnostics: what the compiler said, without its stack.
+        repro: folder with the input of the stage and a `repro.sh`, if dumping was on.
+    """
+
+    def __init__(self, stage: str, diagnostics: str, repro: Path | None = None) -> None:
+        self.stage = stage
+        self.diagnostics = diagnostics.strip()
+        self.repro = repro
+        hint = (
+            f"Repeat it with: bash {repro / 'repro.sh'}"
+            if repro
+            else "Set NPU_IREE_DUMP=<folder> and run again to get a folder that repeats it."
+        )
+        super().__init__(f"stage {stage} failed: {self.diagnostics}\n{hint}")

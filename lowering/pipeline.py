@@ -1,0 +1,144 @@
+"""From a region to an artifact: the stages in their order, each verified, timed and dumped."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from lowering.artifact import Artifact
+from lowering.errors import StageError
+from lowering.region import Region
+from lowering.stages import CompileOptions, Stage
+from lowering.stages.aten_to_torch import ATEN_TO_TORCH
+from lowering.stages.linalg_to_vmfb import LINALG_TO_VMFB
+from lowering.stages.torch_to_linalg import TORCH_TO_LINALG
+from lowering.target import CompileTarget, FlagSet
+
+log = logging.getLogger(__name__)
+
+STAGES: tuple[Stage, ...] = (ATEN_TO_TORCH, TORCH_TO_LINALG, LINALG_TO_VMFB)
+
+
+def compile_region(
+    region: Region, target: CompileTarget, *, flags: FlagSet = (), dump: Path | None = None
+) -> Artifact:
+    """Lower a region to a .vmfb.
+
+    Args:
+        region: the region.
+        target: what to compile for; its flag sets are tried in order.
+        flags: the user's own `iree-compile` flags, after the target's.
+        dump: a folder for the product of every stage and a `repro.sh`, or None.
+
+    Raises:
+        StageError: a stage failed, with every flag set where it is the last stage.
+    """
+    count = len(region.signature.parameters)
+    if dump is not None:
+        dump.mkdir(parents=True, exist_ok=True)
+        (dump / "00-graph.txt").write_text(_readable(region.graph_module))
+    flag_sets = target.flag_sets_for(region.has_convolution, flags)
+    options = CompileOptions(flags=flag_sets[0] if flag_sets else (), parameters=count)
+    torch_asm = run_stage(ATEN_TO_TORCH, region.graph_module, options, dump)
+    linalg_asm = run_stage(TORCH_TO_LINALG, torch_asm, options, dump)
+    for i, flag_set in enumerate(flag_sets):
+        options = CompileOptions(flags=flag_set, parameters=count)
+        try:
+            vmfb = run_stage(LINALG_TO_VMFB, linalg_asm, options, dump)
+        except StageError as error:
+            if i + 1 == len(flag_sets):
+                raise
+            log.info("%s: flag set %d of %d failed: %s", region.name, i + 1, len(flag_sets), error)
+            continue
+        ops = tuple((op, str(line)) for op, line in region.ops)
+        return Artifact(region.name, vmfb, region.signature, flag_set, ops)
+    raise StageError(LINALG_TO_VMFB.name, f"target {target.name!r} lists no flag sets")
+
+
+def run_stage(stage: Stage, value: Any, options: CompileOptions, dump: Path | None = None) -> Any:
+    """Run one stage: the only place that verifies, times, dumps and wraps errors.
+
+    Args:
+        stage: what to run.
+        value: its input, a graph, text or bytes.
+        options: what it may know beside its input.
+        dump: folder for the product, or None.
+
+    Raises:
+        StageError: the stage failed or its product is not what the next stage expects.
+    """
+    if dump is not None:
+        _write_repro(dump, stage, options)
+    started = time.perf_counter()
+    try:
+        product = stage.run(value, options)
+    except Exception as error:
+        raise StageError(stage.name, _first_lines(str(error)), dump) from error
+    log.debug("stage %s took %.3f s", stage.name, time.perf_counter() - started)
+    if dump is not None:
+        data = product if isinstance(product, bytes) else product.encode()
+        (dump / product_name(stage)).write_bytes(data)
+    if problem := stage.verify(product):
+        raise StageError(stage.name, problem, dump)
+    return product
+
+
+def product_name(stage: Stage) -> str:
+    """Return the file name of a stage's dump, e.g. `02-torch-to-linalg.linalg.mlir`."""
+    return f"{STAGES.index(stage) + 1:02d}-{stage.name}.{stage.product}"
+
+
+def restart(path: Path, options: CompileOptions, dump: Path) -> Path:
+    """Run the stages that follow the one that wrote `path`, and dump their products.
+
+    Args:
+        path: a dump of a stage, or any file whose name ends like one (`.torch.mlir`,
+            `.linalg.mlir`).
+        options: flags and parameter count.
+        dump: folder for the products.
+
+    Returns:
+        The last product.
+
+    Raises:
+        StageError: a stage failed.
+        ValueError: no stage continues from such a file.
+    """
+    done = next((i for i, s in enumerate(STAGES[:-1]) if path.name.endswith(s.product)), None)
+    if done is None:
+        endings = ", ".join(f".{s.product}" for s in STAGES[:-1])
+        raise ValueError(f"no stage continues from {path.name!r}; it must end in one of {endings}")
+    dump.mkdir(parents=True, exist_ok=True)
+    value: Any = path.read_text()
+    for stage in STAGES[done + 1 :]:
+        value = run_stage(stage, value, options, dump)
+    return dump / product_name(STAGES[-1])
+
+
+def _write_repro(dump: Path, stage: Stage, options: CompileOptions) -> None:
+    """Write the script that restarts from the input of `stage`; a later stage overwrites it."""
+    position = STAGES.index(stage)
+    if position == 0:
+        return
+    flags = " ".join(shlex.quote(f"--flag={flag}") for flag in options.flags)
+    (dump / "repro.sh").write_text(
+        "#!/bin/sh\n"
+        f"# Repeats the lowering from the input of the stage {stage.name} on.\n"
+        'cd "$(dirname "$0")" && exec python -m lowering '
+        f"{product_name(STAGES[position - 1])} --parameters={options.parameters} {flags}\n"
+    )
+
+
+def _readable(graph_module: fx.GraphModule) -> str:
+    return str(graph_module.print_readable(print_output=False))
+
+
+def _first_lines(text: str, limit: int = 12) -> str:
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    more = [f"... ({len(lines) - limit} more lines)"] if len(lines) > limit else []
+    return "\n".join(line[:400] for line in lines[:limit] + more)

@@ -1,0 +1,258 @@
+"""The schedule of one graph: put, invoke, gather, host, scalar and free steps, as data.
+
+A plan names values, not buffers: `relu` on the host and `relu` on the device are two places of one
+value. Device work is listed as early as its inputs allow, so that everything up to a host segment
+has been submitted when the plan first waits; each value crosses each way at most once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from lowering.errors import HostOp
+from lowering.partition import DEVICE, Partition, Segment
+from lowering.region import Region
+
+
+@dataclass(frozen=True)
+class Put:
+    """Give the device host values. Never waits for the device."""
+
+    values: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"put     {_names(self.values)}"
+
+
+@dataclass(frozen=True)
+class Invoke:
+    """Submit a region; its results are handles at once."""
+
+    region: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"invoke  {_names(self.outputs)} = {self.region}({_names(self.inputs)})"
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Bring device values to the host in one batch, behind one wait."""
+
+    values: tuple[str, ...]
+    reader: str
+
+    def __str__(self) -> str:
+        return f"gather  {_names(self.values)} for {self.reader}"
+
+
+@dataclass(frozen=True)
+class Host:
+    """Run a host segment with PyTorch's CPU kernels."""
+
+    segment: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"host    {_names(self.outputs)} = {self.segment}({_names(self.inputs)})"
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """Compute a number from sizes and numbers; sizes of handles are known without waiting."""
+
+    output: str
+    inputs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"scalar  {self.output} from {_names(self.inputs)}"
+
+
+@dataclass(frozen=True)
+class Free:
+    """Drop values after their last use."""
+
+    values: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"free    {_names(self.values)}"
+
+
+Step = Put | Invoke | Gather | Host | Scalar | Free
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule that can be run and that prints itself.
+
+    Attributes:
+        inputs: names of the call's arguments, in order.
+        outputs: what the call returns: a value's name, or a constant (None, a number).
+        steps: what to do, in order.
+        regions: the device regions, by name.
+        host_segments: the nodes of the host segments, by name.
+        scalars: the nodes of the scalar steps, by name.
+        constants: names of tensors that the graph holds itself and host segments read.
+        host_ops: every op that runs on the host, with its reason.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[object, ...]
+    steps: tuple[Step, ...]
+    regions: dict[str, Region]
+    host_segments: dict[str, Segment]
+    scalars: dict[str, fx.Node]
+    constants: dict[str, fx.Node]
+    host_ops: tuple[HostOp, ...]
+
+    def __str__(self) -> str:
+        outputs = _names(o.name if isinstance(o, Value) else repr(o) for o in self.outputs)
+        return "\n".join([*map(str, self.steps), f"return  {outputs}"])
+
+
+@dataclass(frozen=True)
+class Value:
+    """A result of the plan that is a value (and not a constant), by its name."""
+
+    name: str
+
+
+def build_plan(partition: Partition, regions: Sequence[Region]) -> Plan:
+    """Schedule a partition.
+
+    Args:
+        partition: the cut graph.
+        regions: its device segments, extracted, in the same order.
+    """
+    return _Scheduler(partition, regions).plan()
+
+
+class _Scheduler:
+    """Lists the steps of one partition; `_on_host` and `_on_device` say which values are where."""
+
+    def __init__(self, partition: Partition, regions: Sequence[Region]) -> None:
+        self._partition = partition
+        self._regions = {region.name: region for region in regions}
+        self._scalars = set(partition.scalars)
+        captured = partition.captured
+        self._on_host = {*captured.inputs, *captured.constants}
+        self._on_device: set[fx.Node] = set()
+        self._steps: list[Step] = []
+
+    def plan(self) -> Plan:
+        """Build the plan."""
+        captured = self._partition.captured
+        pending = list(self._partition.segments)
+        while pending:
+            ready = [s for s in pending if s.space == DEVICE and self._is_ready(s)]
+            # No region can be submitted any more: now, and only now, the plan may wait.
+            ready = ready or [next(s for s in pending if self._is_ready(s))]
+            for segment in ready:
+                self._schedule(segment)
+                pending.remove(segment)
+        returned = [o for o in captured.outputs if isinstance(o, fx.Node)]
+        for node in returned:
+            self._need_scalar(node)
+        self._gather(returned, "the caller")
+        outputs = tuple(Value(o.name) if isinstance(o, fx.Node) else o for o in captured.outputs)
+        return Plan(
+            inputs=tuple(n.name for n in captured.inputs),
+            outputs=outputs,
+            steps=_with_frees(self._steps, {n.name for n in returned}),
+            regions=self._regions,
+            host_segments={s.name: s for s in self._partition.segments if s.space != DEVICE},
+            scalars={n.name: n for n in self._partition.scalars},
+            constants={n.name: n for n in captured.constants},
+            host_ops=tuple(self._partition.host_ops.values()),
+        )
+
+    def _is_ready(self, segment: Segment) -> bool:
+        known = self._on_host | self._on_device
+        return all(self._is_known(n, known) for n in segment.inputs)
+
+    def _is_known(self, node: fx.Node, known: set[fx.Node]) -> bool:
+        if node in self._scalars and node not in known:
+            return all(self._is_known(n, known) for n in node.all_input_nodes)
+        return node in known
+
+    def _schedule(self, segment: Segment) -> None:
+        if segment.space == DEVICE:
+            self._invoke(self._regions[segment.name])
+        else:
+            self._run_on_host(segment)
+
+    def _invoke(self, region: Region) -> None:
+        for node in region.inputs:
+            self._need_scalar(node)
+        missing = [n for n in region.inputs if n not in self._on_device and _is_tensor(n)]
+        if missing:
+            self._steps.append(Put(tuple(n.name for n in missing)))
+            self._on_device.update(missing)
+        inputs, outputs = _node_names(region.inputs), _node_names(region.outputs)
+        self._steps.append(Invoke(region.name, inputs, outputs))
+        self._on_device.update(region.outputs)
+
+    def _run_on_host(self, segment: Segment) -> None:
+        for node in segment.inputs:
+            self._need_scalar(node)
+        self._gather(segment.inputs, segment.name)
+        inputs, outputs = _node_names(segment.inputs), _node_names(segment.outputs)
+        self._steps.append(Host(segment.name, inputs, outputs))
+        self._on_host.update(segment.outputs)
+
+    def _gather(self, nodes: Sequence[fx.Node], reader: str) -> None:
+        missing = tuple(dict.fromkeys(n for n in nodes if n not in self._on_host))
+        if missing:
+            self._steps.append(Gather(_node_names(missing), reader))
+            self._on_host.update(missing)
+
+    def _need_scalar(self, node: fx.Node) -> None:
+        if node not in self._scalars or node in self._on_host:
+            return
+        for parent in node.all_input_nodes:
+            self._need_scalar(parent)
+        self._steps.append(Scalar(node.name, _node_names(node.all_input_nodes)))
+        self._on_host.add(node)
+
+
+def _with_frees(steps: Sequence[Step], kept: set[str]) -> tuple[Step, ...]:
+    """Add a `Free` after the last step that reads a value which a step made."""
+    out: list[Step] = []
+    seen = set(kept)
+    for step in reversed(steps):
+        names = _mentioned(step)
+        dead = tuple(dict.fromkeys(n for n in names if n not in seen))
+        seen.update(dead)
+        if dead and step is not steps[-1]:
+            out.append(Free(dead))
+        out.append(step)
+    return tuple(reversed(out))
+
+
+def _mentioned(step: Step) -> tuple[str, ...]:
+    match step:
+        case Put(values) | Gather(values):
+            return values
+        case Invoke(_, inputs, outputs) | Host(_, inputs, outputs):
+            return (*inputs, *outputs)
+        case Scalar(output, inputs):
+            return (*inputs, output)
+        case Free(values):
+            return values
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return hasattr(node.meta.get("val"), "shape")
+
+
+def _node_names(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
+    return tuple(n.name for n in nodes)
+
+
+def _names(values: Sequence[str] | object) -> str:
+    return ", ".join(values)  # type: ignore[arg-type]

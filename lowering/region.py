@@ -1,0 +1,255 @@
+"""A device region as the compiler sees it: a graph of its own, and the signature of its boundary."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from lowering.dtypes import dtype_name
+from lowering.errors import HostOp
+from lowering.partition import MOVE_OPS, Segment
+from lowering.source import SourceLine, user_line
+
+aten = torch.ops.aten
+SCALAR_TYPES = {bool: "i1", int: "i64", float: "f64"}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a region's boundary.
+
+    Attributes:
+        dtype: its name in `lowering.dtypes`.
+        shape: a size or, where it may change from call to call, the text of its expression.
+        order: the dimensions from the slowest to the fastest in memory: `(0, 1, 2, 3)` is
+            contiguous, `(0, 2, 3, 1)` channels-last. The device sees a dense buffer in this order.
+        alias_of: what else its buffer may be: the positions of region inputs or (from the number
+            of inputs on) of outputs that hold the same values. Only outputs have these.
+    """
+
+    dtype: str
+    shape: tuple[int | str, ...]
+    order: tuple[int, ...]
+    alias_of: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        text = "x".join(str(s) for s in (*self.shape, self.dtype))
+        return text if self.is_contiguous else f"{text}@{''.join(map(str, self.order))}"
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the memory order is that of the dimensions."""
+        return self.order == tuple(range(len(self.shape)))
+
+
+@dataclass(frozen=True)
+class ScalarSpec:
+    """A Python number that a region takes by value: `i64`, `f64` or `i1`."""
+
+    dtype: str
+
+    def __str__(self) -> str:
+        return self.dtype
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a region takes and gives.
+
+    Attributes:
+        inputs: arguments of each call, in order.
+        parameters: tensors bound once, in order; bound under the names `p0`, `p1`, ...
+        outputs: results, in order.
+    """
+
+    inputs: tuple[TensorSpec | ScalarSpec, ...]
+    parameters: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    def __str__(self) -> str:
+        bound = f" [{len(self.parameters)} bound]" if self.parameters else ""
+        return f"({', '.join(map(str, self.inputs))}){bound} -> ({', '.join(map(str, self.outputs))})"
+
+
+@dataclass(frozen=True)
+class Region:
+    """A device region, ready to be lowered.
+
+    Attributes:
+        name: `region0`, `region1`, ...
+        graph_module: inputs first, then the bound parameters, as placeholders; all contiguous.
+        inputs: nodes of the captured graph behind the inputs.
+        parameters: nodes of the captured graph behind the bound parameters.
+        outputs: nodes of the captured graph behind the outputs.
+        signature: shapes, dtypes and layouts.
+        ops: the names of its ops and the user's lines, in order, for errors and reports.
+    """
+
+    name: str
+    graph_module: fx.GraphModule
+    inputs: tuple[fx.Node, ...]
+    parameters: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+    signature: Signature
+    ops: tuple[tuple[str, SourceLine], ...]
+
+    @property
+    def has_convolution(self) -> bool:
+        """Whether a convolution is among the ops (layout flags depend on it)."""
+        return any("convolution" in op for op, _ in self.ops)
+
+
+def extract_region(segment: Segment, bound: Collection[fx.Node]) -> Region:
+    """Copy a device segment into a graph of its own.
+
+    A tensor that crosses the boundary in another memory order than its dimensions' (channels-last,
+    transposed) crosses as the permuted, dense tensor that its memory is, so that neither side
+    copies it:
+
+    Before: %y = relu(%x)                     with %x, %y channels-last, [1, 8, 4, 4]
+    After:  %0 = permute(%x', [0, 3, 1, 2])   with %x' contiguous, [1, 4, 4, 8]
+            %1 = relu(%0); return permute(%1, [0, 2, 3, 1])
+
+    Args:
+        segment: nodes to run on the device.
+        bound: nodes (weights, constants) that are bound once instead of passed at each call.
+    """
+    sources = segment.inputs
+    constants = [n for n in sources if n.op == "get_attr" and n not in bound]
+    inputs = tuple(n for n in sources if n not in bound and n not in constants)
+    parameters = tuple(n for n in sources if n in bound)
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for i, node in enumerate((*inputs, *parameters)):
+        values[node] = _take(graph, f"a{i}", node)
+    for node in (*constants, *segment.nodes):
+        values[node] = graph.node_copy(node, lambda n: values[n])
+        values[node].meta = copy.copy(node.meta)
+    graph.output([_give(graph, values[n], n) for n in segment.outputs])
+    owner = segment.nodes[0].graph.owning_module
+    signature = Signature(
+        inputs=tuple(_spec(n) for n in inputs),
+        parameters=tuple(_tensor_spec(n) for n in parameters),
+        outputs=_output_specs(segment.outputs, (*inputs, *parameters), set(segment.nodes)),
+    )
+    return Region(
+        name=segment.name,
+        graph_module=fx.GraphModule(owner if owner is not None else {}, graph),
+        inputs=inputs,
+        parameters=parameters,
+        outputs=segment.outputs,
+        signature=signature,
+        ops=tuple((str(n.target), user_line(n)) for n in segment.nodes),
+    )
+
+
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the dimensions from slowest to fastest if the tensor is dense, else 0, 1, 2, ...
+
+    Sizes and strides may be symbolic; their hints decide.
+    """
+    sizes = [_hint(s) for s in tensor.shape]
+    strides = [_hint(s) for s in tensor.stride()]
+    natural = tuple(range(len(sizes)))
+    for order in (natural, tuple(sorted(natural, key=lambda d: -strides[d]))):
+        if _is_dense([sizes[d] for d in order], [strides[d] for d in order]):
+            return order
+    return natural
+
+
+def inverse(order: Sequence[int]) -> tuple[int, ...]:
+    """Return the permutation that undoes `order`."""
+    return tuple(sorted(range(len(order)), key=order.__getitem__))
+
+
+def failed_op(region: Region, reason: str) -> HostOp:
+    """Describe a region that the compiler refused."""
+    op, line = region.ops[0]
+    more = f" (and {len(region.ops) - 1} more ops)" if len(region.ops) > 1 else ""
+    return HostOp(f"{region.name}: {op}{more}", "failed", reason, line.where, line.code)
+
+
+def _take(graph: fx.Graph, name: str, source: fx.Node) -> fx.Node:
+    placeholder = graph.placeholder(name)
+    value = source.meta["val"]
+    placeholder.meta["val"] = value
+    if not isinstance(value, torch.Tensor):
+        return placeholder
+    order = memory_order(value)
+    if order == tuple(range(value.dim())):
+        return placeholder
+    placeholder.meta["val"] = value.permute(order)
+    return _permute(graph, placeholder, inverse(order), value)
+
+
+def _give(graph: fx.Graph, node: fx.Node, source: fx.Node) -> fx.Node:
+    value = source.meta["val"]
+    order = memory_order(value)
+    if order == tuple(range(value.dim())):
+        return node
+    return _permute(graph, node, order, value.permute(order))
+
+
+def _permute(
+    graph: fx.Graph, node: fx.Node, order: Sequence[int], value: torch.Tensor
+) -> fx.Node:
+    permuted = graph.call_function(aten.permute.default, (node, list(order)))
+    permuted.meta["val"] = value
+    return permuted
+
+
+def _spec(node: fx.Node) -> TensorSpec | ScalarSpec:
+    value = node.meta["val"]
+    if isinstance(value, torch.Tensor):
+        return _tensor_spec(node)
+    for kind, name in SCALAR_TYPES.items():
+        if isinstance(value, (kind, getattr(torch, f"Sym{kind.__name__.capitalize()}"))):
+            return ScalarSpec(name)
+    raise TypeError(f"a region cannot take {value!r}")
+
+
+def _tensor_spec(node: fx.Node, alias_of: tuple[int, ...] = ()) -> TensorSpec:
+    value = node.meta["val"]
+    shape = tuple(s if isinstance(s, int) else str(s) for s in value.shape)
+    return TensorSpec(dtype_name(value.dtype), shape, memory_order(value), alias_of)
+
+
+def _output_specs(
+    outputs: Sequence[fx.Node], inputs: Sequence[fx.Node], own: set[fx.Node]
+) -> tuple[TensorSpec, ...]:
+    """Describe outputs; two values that only moves separate may come back in one buffer."""
+    roots = [_root(node, own) for node in (*inputs, *outputs)]
+    specs = []
+    for i, node in enumerate(outputs, start=len(inputs)):
+        others = tuple(j for j in range(i) if roots[j] is roots[i])
+        specs.append(_tensor_spec(node, others))
+    return tuple(specs)
+
+
+def _root(node: fx.Node, own: set[fx.Node]) -> fx.Node:
+    while (
+        node in own
+        and str(node.target).rpartition(".")[0] in MOVE_OPS
+        and isinstance(node.args[0], fx.Node)
+    ):
+        node = node.args[0]
+    return node
+
+
+def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return 0 in sizes
+        expected *= size
+    return True
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else 2

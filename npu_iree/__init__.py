@@ -1,0 +1,44 @@
+"""PyTorch for an NPU: `torch.compile(model, backend="npu_iree")` on opaque, asynchronous handles."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# name -> module; loaded at first use, so that `import npu_iree` loads no compiler and opens nothing.
+_PUBLIC = {
+    "CompileTarget": "lowering.target",
+    "Device": "npu_iree.device",
+    "DeviceArray": "npu_iree.array",
+    "DeviceError": "npu_iree.errors",
+    "DeviceTimeoutError": "npu_iree.errors",
+    "HostCopyError": "npu_iree.errors",
+    "Ledger": "npu_iree.transfers",
+    "NpuIreeError": "npu_iree.errors",
+    "OptionError": "npu_iree.errors",
+    "Options": "npu_iree.options",
+    "StageError": "npu_iree.errors",
+    "Target": "npu_iree.targets",
+    "TargetError": "npu_iree.errors",
+    "Transfer": "npu_iree.transfers",
+    "UnsupportedOpError": "npu_iree.errors",
+    "VersionError": "npu_iree.errors",
+    "copy_budget": "npu_iree.transfers",
+    "explain": "npu_iree.explain",
+    "open_device": "npu_iree.device",
+    "record_transfers": "npu_iree.transfers",
+    "targets": "npu_iree.targets",
+}
+__all__ = sorted(_PUBLIC)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

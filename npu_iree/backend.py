@@ -1,0 +1,180 @@
+"""The `torch.compile` entry point: graphs in, runners out."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._guards import TracingContext
+
+from lowering.artifact import Artifact
+from lowering.capabilities import load_capabilities
+from lowering.capture import INLINE_CONSTANT_ELEMENTS, CapturedGraph, capture_aot
+from lowering.decompositions import decomposition_table
+from lowering.errors import HostOp, StageError, UnsupportedOpError
+from lowering.partition import Partition, partition
+from lowering.pipeline import compile_region
+from lowering.plan import Plan, build_plan
+from lowering.region import Region, extract_region
+from npu_iree.device import open_device
+from npu_iree.errors import OptionError
+from npu_iree.executable import Executable
+from npu_iree.options import Options
+from npu_iree.runner import Runner
+from npu_iree.settings import Settings
+from npu_iree.versions import check_versions
+from npu_iree.weights import can_bind
+
+log = logging.getLogger(__name__)
+
+_GRAPH_NUMBERS = itertools.count()
+
+
+def npu_iree(
+    graph_module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile a graph of Dynamo's: what `torch.compile(model, backend="npu_iree")` calls.
+
+    Args:
+        graph_module: the captured graph.
+        example_inputs: its inputs, for shapes and dtypes.
+        options: see `npu_iree.Options`.
+        mode: not used; PyTorch's modes belong to Inductor.
+
+    Raises:
+        OptionError: an option does not exist or has a bad value.
+        UnsupportedOpError: `fallback="error"`, and the target cannot run some ops.
+        VersionError: other versions of torch, torch-mlir or IREE are installed.
+    """
+    parsed = Options.parse(options)
+    if mode is not None:
+        raise OptionError(f"mode={mode!r} belongs to Inductor; npu_iree takes options={{...}}")
+    check_versions("torch", "torch-mlir", "iree-base-compiler", "iree-base-runtime")
+    compile_graph = functools.partial(_compile_graph, parsed)
+    backend = aot_autograd(
+        fw_compiler=functools.partial(compile_graph, is_inference=False),
+        bw_compiler=functools.partial(compile_graph, is_inference=False),
+        inference_compiler=functools.partial(compile_graph, is_inference=True),
+        decompositions=decomposition_table(
+            parsed.keep_ops | parsed.target_value.compile.keep_ops, parsed.decompositions
+        ),
+    )
+    compiled: Callable[..., Any] = backend(graph_module, example_inputs)
+    return compiled
+
+
+def plan_graph(
+    captured: CapturedGraph, options: Options, failed: Mapping[fx.Node, str] | None = None
+) -> tuple[Partition, Plan]:
+    """Decide what of a graph runs where; compiles nothing.
+
+    Raises:
+        UnsupportedOpError: `fallback="error"`, and the target cannot run some ops; lists them all.
+    """
+    capabilities = load_capabilities(options.target_value.compile.capabilities)
+    parts = partition(captured, capabilities, disabled_ops=options.disabled_ops, failed=failed)
+    refused = [op for op in parts.host_ops.values() if op.kind in ("unsupported", "failed")]
+    if options.fallback == "error" and refused:
+        raise UnsupportedOpError(options.target, refused)
+    bound = {
+        n for n, t in captured.constants.items() if t.numel() > INLINE_CONSTANT_ELEMENTS
+    } | (captured.weights if options.bind_weights else set())
+    regions = [extract_region(segment, bound) for segment in parts.regions]
+    return parts, build_plan(parts, regions)
+
+
+def _compile_graph(
+    options: Options, graph_module: fx.GraphModule, inputs: Sequence[Any], *, is_inference: bool
+) -> Callable[..., Any]:
+    weights = _bindable_weights(inputs) if is_inference and options.bind_weights else ()
+    captured = capture_aot(graph_module, weights)
+    number = next(_GRAPH_NUMBERS)
+    plan, artifacts = _compile_plan(captured, options, number)
+    device = open_device(options.target_value)
+    executables = {name: Executable(device, artifact) for name, artifact in artifacts.items()}
+    tensors = {n.name: t for n, t in zip(captured.inputs, inputs, strict=True)}
+    tensors |= {n.name: t for n, t in captured.constants.items()}
+    runner = Runner(plan, device, executables, tensors)
+    _report(number, plan)
+
+    def run(args: list[Any]) -> list[Any]:
+        results = runner(*args)
+        args.clear()
+        return results
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    run.runner = runner  # type: ignore[attr-defined]
+    return run
+
+
+def _compile_plan(
+    captured: CapturedGraph, options: Options, number: int
+) -> tuple[Plan, dict[str, Artifact]]:
+    """Plan a graph and compile its regions; what the compiler refuses goes to the host."""
+    failed: dict[fx.Node, str] = {}
+    artifacts: dict[tuple[fx.Node, ...], Artifact] = {}
+    while True:
+        parts, plan = plan_graph(captured, options, failed)
+        for segment, region in zip(parts.regions, plan.regions.values(), strict=True):
+            key = tuple(segment.nodes)
+            if key in artifacts:
+                continue
+            try:
+                artifacts[key] = _compile_region(region, options, number)
+            except StageError as error:
+                if options.fallback == "error":
+                    raise
+                failed |= dict.fromkeys(segment.nodes, f"the compiler refused it: {error.diagnostics}")
+                log.warning("graph %d: %s goes to the host: %s", number, region.name, error)
+                break
+        else:
+            names = {s.name: artifacts[tuple(s.nodes)] for s in parts.regions}
+            return plan, names
+
+
+def _compile_region(region: Region, options: Options, number: int) -> Artifact:
+    counters["npu_iree"]["compiles"] += 1
+    dump = Settings.read().dump
+    folder = dump / f"graph{number}" / region.name if dump else None
+    target = options.target_value.compile
+    artifact = compile_region(region, target, flags=options.flags, dump=folder)
+    log.debug("graph %d: %s %s: %d bytes", number, region.name, region.signature, len(artifact.vmfb))
+    return artifact
+
+
+def _bindable_weights(inputs: Sequence[Any]) -> list[int]:
+    """Positions of the inputs that keep their identity, are not written to, and can be watched."""
+    context = TracingContext.try_get()
+    if context is None or context.fw_metadata is None:
+        return []
+    metadata = context.fw_metadata
+    mutated = set(metadata.mutated_inp_runtime_indices)
+    return [
+        i for i in metadata.static_input_indices
+        if i not in mutated and isinstance(inputs[i], torch.Tensor) and can_bind(inputs[i])
+    ]
+
+
+def _report(number: int, plan: Plan) -> None:
+    counters["npu_iree"]["graphs"] += 1
+    counters["npu_iree"]["regions"] += len(plan.regions)
+    counters["npu_iree"]["host_ops"] += len(plan.host_ops)
+    if unsupported := [op for op in plan.host_ops if op.kind == "unsupported"]:
+        listed = "\n  ".join(map(str, unsupported))
+        log.warning("graph %d: %d ops run on the host:\n  %s", number, len(unsupported), listed)
+    log.debug("graph %d: plan:\n%s", number, plan)
+
+
+__all__ = ["HostOp", "Path", "npu_iree", "plan_graph"]

@@ -1,0 +1,212 @@
+"""A HAL device: opened once a process and target; puts, gathers, and bounds the work in flight."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+from iree.runtime import _binding as hal  # type: ignore[attr-defined]
+
+from lowering.dtypes import DTYPE_NAMES
+from npu_iree.array import DeviceArray
+from npu_iree.errors import DeviceError, NpuIreeError, TargetError
+from npu_iree.memory import MEMORIES, Memory
+from npu_iree.targets import Target, find_target
+from npu_iree.timeline import NOW, Gate, Timepoint, wait_all
+from npu_iree.transfers import Transfer, is_watched, record
+from npu_iree.versions import check_versions
+
+
+class Device:
+    """An open device of a target.
+
+    Thread-safe: any thread may put, invoke and gather.
+
+    Attributes:
+        target: what it is.
+        hal: the HAL device.
+        memory: its border; `memory.count` is what the device itself has seen cross.
+    """
+
+    def __init__(self, target: Target) -> None:
+        check_versions("torch", "iree-base-runtime")
+        try:
+            self.hal = hal.get_cached_hal_driver(target.driver.partition("://")[0]).create_device_by_uri(
+                target.driver
+            )
+        except (RuntimeError, ValueError) as error:
+            raise TargetError(
+                f"cannot open a device for target {target.name!r} (driver {target.driver}): {error}"
+            ) from error
+        self.target = target
+        self.memory: Memory = MEMORIES[target.memory](self.hal)
+        self._in_flight: deque[tuple[Timepoint, int]] = deque()
+        self._in_flight_bytes = 0
+        self._lock = threading.Lock()
+        self._held: tuple[Gate, ...] = ()
+
+    def put(self, tensor: torch.Tensor, *, after: Timepoint | None = None) -> DeviceArray:
+        """Give the device a tensor; returns at once.
+
+        The bytes are taken now: what happens to `tensor` later does not reach the handle.
+
+        Args:
+            tensor: a CPU tensor of any layout.
+            after: the copy lands after this point in time (by default, as soon as it can).
+
+        Raises:
+            NpuIreeError: the tensor is not on the CPU, or no device buffer holds its dtype.
+            HostCopyError: a `copy_budget` forbids the copy.
+        """
+        if tensor.device.type != "cpu" or tensor.dtype not in DTYPE_NAMES:
+            raise NpuIreeError(
+                f"cannot put a tensor of {tensor.dtype} on {tensor.device} to {self.target.name}"
+            )
+        dense = dense_copy(tensor)
+        if is_watched():
+            record(Transfer("h2d", "staged", tensor.nbytes, "tensor", "put"))
+        view, ready = self.memory.put(dense, self.start_point(after), "tensor")
+        return DeviceArray(self, view, tuple(tensor.shape), tensor.dtype, ready)
+
+    def gather(
+        self, arrays: Sequence[DeviceArray], *, timeout_s: float | None = None
+    ) -> list[torch.Tensor]:
+        """Bring several handles to the host in one batch, behind one wait.
+
+        Args:
+            arrays: handles of this device.
+            timeout_s: seconds to wait at most; None: for ever.
+
+        Returns:
+            Contiguous CPU tensors; where memory is unified, they are the device's own bytes.
+
+        Raises:
+            DeviceError: the work that makes one of them failed; names the first that did.
+            DeviceTimeoutError: they do not exist yet.
+            HostCopyError: a `copy_budget` forbids it.
+        """
+        if is_watched():
+            mode = "aliased" if self.target.memory == "unified" else "staged"
+            record(Transfer("wait", "wait", 0, f"{len(arrays)} handles", "to_host"))
+            for array in arrays:
+                record(Transfer("d2h", mode, array.nbytes, repr(array), "to_host"))  # type: ignore[arg-type]
+        return self.fetch(arrays, timeout_s)
+
+    def fetch(
+        self, arrays: Sequence[DeviceArray], timeout_s: float | None = None
+    ) -> list[torch.Tensor]:
+        """Do what `gather` does, for a caller that has entered it into the ledger."""
+        views, points = self.memory.fetch([a._view for a in arrays], [a.ready for a in arrays])
+        wait_all(points, timeout_s)
+        return [self._as_tensor(v, a.dtype) for v, a in zip(views, arrays, strict=True)]
+
+    def _as_tensor(self, view: object, dtype: torch.dtype) -> torch.Tensor:
+        tensor: torch.Tensor = torch._C._from_dlpack(self.hal.create_dlpack_capsule(view, 1, 0))
+        return tensor if tensor.dtype is dtype else tensor.view(dtype)
+
+    def track(self, point: Timepoint, nbytes: int) -> None:
+        """Count submitted work; waits for the oldest if too much is in flight."""
+        limit, limit_bytes = self.target.max_in_flight, self.target.max_in_flight_bytes
+        with self._lock:
+            self._in_flight.append((point, nbytes))
+            self._in_flight_bytes += nbytes
+            self._forget_ended()
+            full = len(self._in_flight) > limit or self._in_flight_bytes > limit_bytes
+            oldest = self._in_flight[0][0] if full and len(self._in_flight) > 1 else None
+        if oldest is not None:
+            if is_watched():
+                record(Transfer("wait", "wait", 0, oldest.work.name, "", reason="queue is full"))
+            with contextlib.suppress(DeviceError):  # whoever waits for that work is told
+                oldest.wait()
+
+    def _forget_ended(self) -> None:
+        while self._in_flight:
+            point, nbytes = self._in_flight[0]
+            try:
+                if not point.is_reached():
+                    return
+            except DeviceError:
+                pass
+            self._in_flight.popleft()
+            self._in_flight_bytes -= nbytes
+
+    def synchronize(self, timeout_s: float | None = None) -> None:
+        """Wait until everything that was submitted has ended, well or not."""
+        with self._lock:
+            points = [point for point, _ in self._in_flight]
+        for point in points:
+            with contextlib.suppress(DeviceError):
+                point.wait(timeout_s)
+
+    def gate(self, name: str = "gate") -> Gate:
+        """Return a gate: pass its `point` as `after`, and the work stands still until it opens."""
+        return Gate(self.hal, name)
+
+    @contextlib.contextmanager
+    def hold(self, name: str = "hold") -> Iterator[Gate]:
+        """Keep all transfers to the device from landing until the gate opens (at the latest, here).
+
+        For tests: whatever a call submits while the gate is shut stands still on the device.
+        """
+        gate = self.gate(name)
+        self._held = (*self._held, gate)
+        try:
+            yield gate
+        finally:
+            self._held = tuple(g for g in self._held if g is not gate)
+            gate.open()
+
+    def start_point(self, after: Timepoint | None = None) -> Timepoint:
+        """Return the point from which new work may start: now, unless a gate is held shut."""
+        points = [g.point for g in self._held]
+        points += [after] if after is not None else []
+        return NOW if not points else points[0] if len(points) == 1 else _all_of(points)
+
+    def __repr__(self) -> str:
+        return f"<Device of {self.target.name}>"
+
+
+def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's values in memory of their own: contiguous, aligned, nothing lazy."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    return copy.copy_(tensor.detach())
+
+
+def _all_of(points: Sequence[Timepoint]) -> Timepoint:
+    from npu_iree.timeline import Work, joined
+
+    fence, ahead = joined(points)
+    return Timepoint(fence, Work("start"), ahead)
+
+
+_DEVICES: dict[str, Device] = {}
+_OPENING = threading.Lock()
+
+
+def open_device(target: Target | str = "npu-local") -> Device:
+    """Return the process's device for a target, opening it at the first call.
+
+    Raises:
+        TargetError: there is no such target, or its driver finds no device here.
+    """
+    target = find_target(target) if isinstance(target, str) else target
+    with _OPENING:
+        if target.name not in _DEVICES:
+            _DEVICES[target.name] = Device(target)
+        return _DEVICES[target.name]
+
+
+@atexit.register
+def _end() -> None:
+    """Let the devices finish before the interpreter goes: their work reads host memory.
+
+    What the user still holds in globals (compiled models, handles) outlives the module teardown,
+    which nanobind would report as pages of leaks; it is freed by the process's end.
+    """
+    for device in _DEVICES.values():
+        device.synchronize()
+    hal.disable_leak_checker()

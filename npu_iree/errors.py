@@ -1,0 +1,70 @@
+"""The runtime's errors, beside those of the compiler half; all under `NpuIreeError`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lowering.capabilities import CapabilityError
+from lowering.errors import HostOp, InternalError, NpuIreeError, StageError, UnsupportedOpError
+
+__all__ = [
+    "CapabilityError",
+    "DeviceError",
+    "DeviceTimeoutError",
+    "HostCopyError",
+    "HostOp",
+    "InternalError",
+    "NpuIreeError",
+    "OptionError",
+    "StageError",
+    "TargetError",
+    "UnsupportedOpError",
+    "VersionError",
+]
+
+
+class OptionError(NpuIreeError, ValueError):
+    """An option of `torch.compile(..., options={...})` does not exist or has a bad value."""
+
+
+class TargetError(NpuIreeError):
+    """There is no such target, or its device cannot be opened here."""
+
+
+class VersionError(NpuIreeError):
+    """Another version of torch, torch-mlir or IREE is installed than the set that was verified."""
+
+
+class HostCopyError(NpuIreeError):
+    """A host copy or wait broke a `copy_budget`.
+
+    Attributes:
+        transfer: what was about to happen; it has not been done.
+    """
+
+    def __init__(self, transfer: object, limit: str) -> None:
+        self.transfer = transfer
+        super().__init__(f"this would break copy_budget({limit}): {transfer}")
+
+
+class DeviceError(NpuIreeError):
+    """Work on the device failed; raised where somebody waits for it.
+
+    Attributes:
+        region: what failed: a region, a transfer or a gate.
+        ops: `op at user line` of what it computes.
+        cause: what the device said.
+    """
+
+    def __init__(self, region: str, ops: Sequence[str], cause: str) -> None:
+        self.region = region
+        self.ops = tuple(ops)
+        self.cause = cause
+        shown = "".join(f"\n    {op}" for op in self.ops[:8])
+        more = f"\n    ... and {len(self.ops) - 8} more ops" if len(self.ops) > 8 else ""
+        computes = f"\n  it computes:{shown}{more}" if self.ops else ""
+        super().__init__(f"{region} failed on the device: {cause}{computes}")
+
+
+class DeviceTimeoutError(NpuIreeError, TimeoutError):
+    """A wait ended before the device did; the work goes on, and one may wait again."""

@@ -1,0 +1,114 @@
+"""A loaded artifact: its parameters bound, its calls submitted without waiting."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from iree.runtime import _binding as hal  # type: ignore[attr-defined]
+
+from lowering.artifact import ENTRY, PARAMETER_SCOPE, Artifact, parameter_name
+from lowering.dtypes import DTYPES
+from lowering.region import TensorSpec
+from npu_iree.array import DeviceArray
+from npu_iree.device import Device
+from npu_iree.timeline import NOW, Timepoint, Work, joined, new_fence
+from npu_iree.weights import BoundWeight
+
+_INSTANCE = hal.VmInstance()
+
+
+class Executable:
+    """An artifact on a device. Thread-safe: submissions are serialized, executions are not.
+
+    Attributes:
+        artifact: what was loaded.
+        work: what a call is, for whoever sees it fail.
+    """
+
+    def __init__(self, device: Device, artifact: Artifact) -> None:
+        self.artifact = artifact
+        ops = tuple(f"{op} at {line}" if line else op for op, line in artifact.ops)
+        self.work = Work(artifact.name, ops)
+        self._device = device
+        self._lock = threading.Lock()
+        self._module = hal.VmModule.copy_buffer(_INSTANCE, artifact.vmfb)
+        self._hal_module = hal.create_hal_module(_INSTANCE, device.hal)
+        self._function = self._module.lookup_function(ENTRY)
+        self._outputs = [(DTYPES[s.dtype], _static(s)) for s in artifact.signature.outputs]
+        self._context: Any = None
+        self._kept: list[object] = []
+        if not artifact.signature.parameters:
+            self.bind(())
+
+    def bind(self, weights: Sequence[BoundWeight]) -> None:
+        """Bind parameters, in the signature's order. Calls under way keep what they had.
+
+        IREE packs them for the code that reads them; the artifact itself does not change.
+        """
+        modules = [self._hal_module]
+        kept: list[object] = []
+        if weights:
+            index = hal.ParameterIndex()
+            for i, weight in enumerate(weights):
+                data, alive = self._device.memory.parameter_bytes(
+                    weight.tensor, weight.bytes_address
+                )
+                index.add_buffer(parameter_name(i), data)
+                kept += [data, alive, weight]
+            provider = index.create_provider(scope=PARAMETER_SCOPE)
+            modules.append(hal.create_io_parameters_module(_INSTANCE, provider))
+        context = hal.VmContext(_INSTANCE, [*modules, self._module])
+        with self._lock:
+            self._context, self._kept = context, kept
+
+    def __call__(self, *args: DeviceArray | int | float | bool) -> list[DeviceArray]:
+        """Submit a call; returns handles at once. The device itself waits for the arguments.
+
+        Args:
+            args: handles of this device and numbers, as the signature says.
+        """
+        inputs = hal.VmVariantList(len(args) + 2)
+        points = []
+        for arg in args:
+            if isinstance(arg, DeviceArray):
+                inputs.push_ref(arg._view)
+                if not arg.ready._reached:
+                    points.append(arg.ready)
+            elif isinstance(arg, float):
+                inputs.push_float(arg)
+            else:
+                inputs.push_int(arg)
+        device = self._device
+        if device._held:
+            points.append(device.start_point())
+        fence, ahead = joined(points)
+        signal = new_fence(device.hal)
+        inputs.push_ref(fence)
+        inputs.push_ref(signal)
+        results = hal.VmVariantList(len(self._outputs))
+        with self._lock:
+            self._context.invoke(self._function, inputs, results)
+        ready = Timepoint(signal, self.work, ahead)
+        arrays, nbytes = [], 0
+        for i, (dtype, shape) in enumerate(self._outputs):
+            view = results.get_as_object(i, hal.HalBufferView)
+            nbytes += view.byte_length
+            shape_now = tuple(view.shape) if shape is None else shape
+            arrays.append(DeviceArray(device, view, shape_now, dtype, ready))
+        device.track(ready, nbytes)
+        return arrays
+
+
+def _static(spec: TensorSpec) -> tuple[int, ...] | None:
+    """Return the stored shape if no size can change, else None."""
+    sizes = [spec.shape[d] for d in spec.order]
+    return tuple(s for s in sizes if isinstance(s, int)) if _all_int(sizes) else None
+
+
+def _all_int(sizes: Sequence[int | str]) -> bool:
+    return all(isinstance(s, int) for s in sizes)
+
+
+__all__ = ["NOW", "Executable"]

@@ -1,0 +1,158 @@
+"""How bytes get onto a device and back: in place where memory is unified, else by staged copies."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from iree.runtime import _binding as hal  # type: ignore[attr-defined]
+
+from npu_iree.timeline import NOW, Timepoint, Work, joined, new_fence
+
+_DEVICE_LOCAL = int(hal.MemoryType.DEVICE_LOCAL)
+_STAGING = int(hal.MemoryType.HOST_LOCAL | hal.MemoryType.DEVICE_VISIBLE)
+_DEVICE_USAGE = int(hal.BufferUsage.DEFAULT)
+_STAGING_USAGE = int(hal.BufferUsage.TRANSFER | hal.BufferUsage.MAPPING)
+
+_ELEMENT_TYPES = {
+    torch.float16: hal.HalElementType.FLOAT_16,
+    torch.bfloat16: hal.HalElementType.BFLOAT_16,
+    torch.float32: hal.HalElementType.FLOAT_32,
+    torch.float64: hal.HalElementType.FLOAT_64,
+    torch.int8: hal.HalElementType.SINT_8,
+    torch.int16: hal.HalElementType.SINT_16,
+    torch.int32: hal.HalElementType.SINT_32,
+    torch.int64: hal.HalElementType.SINT_64,
+    torch.uint8: hal.HalElementType.UINT_8,
+    torch.bool: hal.HalElementType.BOOL_8,
+    torch.complex64: hal.HalElementType.COMPLEX_64,
+    torch.complex128: hal.HalElementType.COMPLEX_128,
+}
+
+
+@dataclass
+class TransferCount:
+    """What a device itself has seen cross its border, independent of any ledger.
+
+    Attributes:
+        h2d: copies to the device.
+        d2h: copies from the device.
+        h2d_bytes: their bytes.
+        d2h_bytes: their bytes.
+    """
+
+    h2d: int = 0
+    d2h: int = 0
+    h2d_bytes: int = 0
+    d2h_bytes: int = 0
+
+
+class Memory(Protocol):
+    """The border of one device's memory; `tensor` is always dense, in the order it is stored."""
+
+    count: TransferCount
+
+    def put(self, tensor: torch.Tensor, after: Timepoint, name: str) -> tuple[Any, Timepoint]:
+        """Return a buffer view of the tensor's bytes, and when they are there."""
+
+    def fetch(
+        self, views: Sequence[Any], ready: Sequence[Timepoint]
+    ) -> tuple[Sequence[Any], Sequence[Timepoint]]:
+        """Return views that the host may read, and from when on."""
+
+    def parameter_bytes(self, tensor: torch.Tensor, address: int) -> tuple[Any, object]:
+        """Return bytes for IREE's parameter provider, and what keeps them alive."""
+
+
+class UnifiedMemory:
+    """Host memory is device memory: importing and exporting hand over the same bytes."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self.count = TransferCount()
+
+    def put(self, tensor: torch.Tensor, after: Timepoint, name: str) -> tuple[Any, Timepoint]:
+        """Import the tensor's memory in place; it is kept alive as long as the view."""
+        return self._device.from_dlpack_capsule(torch._C._to_dlpack(tensor)), after
+
+    def fetch(
+        self, views: Sequence[Any], ready: Sequence[Timepoint]
+    ) -> tuple[Sequence[Any], Sequence[Timepoint]]:
+        """Return the views themselves."""
+        return views, ready
+
+    def parameter_bytes(self, tensor: torch.Tensor, address: int) -> tuple[Any, object]:
+        """Return the tensor's own memory."""
+        return _bytes_at(address, tensor.nbytes), tensor
+
+
+class DiscreteMemory:
+    """Device memory that the host cannot map: every crossing is a queued copy through staging."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._allocator = device.allocator
+        self.count = TransferCount()
+
+    def put(self, tensor: torch.Tensor, after: Timepoint, name: str) -> tuple[Any, Timepoint]:
+        """Copy the tensor to staging now, and queue its copy to the device."""
+        element = int(_ELEMENT_TYPES[tensor.dtype])
+        buffer = self._allocator.allocate_buffer(_DEVICE_LOCAL, _DEVICE_USAGE, tensor.nbytes)
+        view = hal.HalBufferView(buffer, tensor.shape, element)
+        if tensor.nbytes == 0:
+            return view, after
+        self.count.h2d += 1
+        self.count.h2d_bytes += tensor.nbytes
+        staging = self._staging(tensor.nbytes)
+        self._as_tensor(staging, tensor.nbytes).copy_(tensor.reshape(-1).view(torch.uint8))
+        fence, ahead = joined([after])
+        signal = new_fence(self._device)
+        self._device.queue_copy(staging, buffer, fence, signal)
+        return view, Timepoint(signal, Work(f"put {name}"), ahead)
+
+    def fetch(
+        self, views: Sequence[Any], ready: Sequence[Timepoint]
+    ) -> tuple[Sequence[Any], Sequence[Timepoint]]:
+        """Queue the copies of all views to staging."""
+        pairs = [self._fetch(view, point) for view, point in zip(views, ready, strict=True)]
+        return [view for view, _ in pairs], [point for _, point in pairs]
+
+    def _fetch(self, view: Any, ready: Timepoint) -> tuple[Any, Timepoint]:
+        nbytes = view.byte_length
+        if nbytes == 0:
+            return view, ready
+        self.count.d2h += 1
+        self.count.d2h_bytes += nbytes
+        staging = self._staging(nbytes)
+        fence, ahead = joined([ready])
+        signal = new_fence(self._device)
+        self._device.queue_copy(view.get_buffer(), staging, fence, signal)
+        host_view = hal.HalBufferView(staging, view.shape, int(view.element_type))
+        return host_view, Timepoint(signal, Work("get"), ahead)
+
+    def parameter_bytes(self, tensor: torch.Tensor, address: int) -> tuple[Any, object]:
+        """Return the tensor's memory; IREE's parameter loader copies it to the device itself."""
+        self.count.h2d += 1
+        self.count.h2d_bytes += tensor.nbytes
+        return _bytes_at(address, tensor.nbytes), tensor
+
+    def _staging(self, nbytes: int) -> Any:
+        return self._allocator.allocate_buffer(_STAGING, _STAGING_USAGE, nbytes)
+
+    def _as_tensor(self, staging: Any, nbytes: int) -> torch.Tensor:
+        view = hal.HalBufferView(staging, [nbytes], int(hal.HalElementType.UINT_8))
+        return torch.utils.dlpack.from_dlpack(self._device.create_dlpack_capsule(view, 1, 0))
+
+
+def _bytes_at(address: int, nbytes: int) -> Any:
+    return (ctypes.c_char * nbytes).from_address(address)
+
+
+MEMORIES: dict[str, type[UnifiedMemory] | type[DiscreteMemory]] = {
+    "unified": UnifiedMemory,
+    "discrete": DiscreteMemory,
+}
+__all__ = ["MEMORIES", "NOW", "DiscreteMemory", "Memory", "TransferCount", "UnifiedMemory"]

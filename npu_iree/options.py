@@ -1,0 +1,142 @@
+"""The options of one `torch.compile` call: a typed value, checked before anything is compiled."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+
+from npu_iree.errors import OptionError, TargetError
+from npu_iree.targets import Target, find_target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What `torch.compile(model, backend="npu_iree", options={...})` takes.
+
+    Attributes:
+        target: name of an installed target.
+        fallback: `host` runs what the target cannot run as PyTorch CPU kernels; `error` raises
+            one error that lists all such ops.
+        disabled_ops: ops to send to the host, by `aten.name.overload`, `aten.name` or `name`.
+        keep_ops: ops that are not decomposed, named in the same way.
+        decompositions: op overload -> function; they win over the default table.
+        flags: more flags for `iree-compile`, after the target's.
+        bind_weights: bind parameters and buffers once per compiled graph (inference). Turn it off
+            if something outside PyTorch writes to their memory, e.g. through a NumPy view that was
+            taken before the first call.
+    """
+
+    target: str = "npu-local"
+    fallback: Literal["host", "error"] = "host"
+    disabled_ops: frozenset[str] = frozenset()
+    keep_ops: frozenset[str] = frozenset()
+    decompositions: Mapping[torch._ops.OpOverload, Callable[..., Any]] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    bind_weights: bool = True
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any] | None) -> Options:
+        """Check a dict of options.
+
+        Raises:
+            OptionError: an unknown name (the message suggests the near one) or a bad value.
+        """
+        given = dict(options or {})
+        names = [f.name for f in fields(cls)]
+        for name in given:
+            if name not in names:
+                raise OptionError(f"no option {name!r}.{_near(name, names)}")
+        return cls(**{name: _CHECKS[name](name, value) for name, value in given.items()})
+
+    @property
+    def target_value(self) -> Target:
+        """The target itself."""
+        return find_target(self.target)
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    names = sorted(names)
+    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{hint} There are: {', '.join(names)}"
+
+
+def _target(name: str, value: Any) -> str:
+    if isinstance(value, Target):
+        return value.name
+    if not isinstance(value, str):
+        raise OptionError(f"option {name!r} is the name of a target, not {value!r}")
+    try:
+        return find_target(value).name
+    except TargetError as error:
+        raise OptionError(f"option {name!r}: {error}") from error
+
+
+def _fallback(name: str, value: Any) -> str:
+    choices = ("host", "error")
+    if value not in choices:
+        raise OptionError(f"option {name!r} cannot be {value!r}.{_near(value, choices)}")
+    return str(value)
+
+
+def _op_names(name: str, value: Any) -> frozenset[str]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise OptionError(f"option {name!r} is a list of op names, not {value!r}")
+    return frozenset(_op_name(name, item) for item in value)
+
+
+def _op_name(name: str, item: Any) -> str:
+    """Accept an op or its name; a name must be one that PyTorch knows."""
+    if isinstance(item, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(item)
+    if not isinstance(item, str):
+        raise OptionError(f"option {name!r}: {item!r} is no op; give a name such as 'aten.relu'")
+    parts = item.split(".")
+    namespace, rest = (parts[0], parts[1:]) if len(parts) > 1 else ("aten", parts)
+    known: Any = getattr(torch.ops, namespace)
+    for part in rest:
+        if not hasattr(known, part):
+            hint = _near(part, dir(torch.ops.aten)).partition(" There are")[0]
+            raise OptionError(f"option {name!r}: PyTorch has no op {item!r}.{hint}")
+        known = getattr(known, part)
+    return item
+
+
+def _decompositions(name: str, value: Any) -> Mapping[torch._ops.OpOverload, Callable[..., Any]]:
+    if not isinstance(value, Mapping):
+        raise OptionError(f"option {name!r} is a dict from op overload to function, not {value!r}")
+    for op, function in value.items():
+        if not isinstance(op, torch._ops.OpOverload) or not callable(function):
+            raise OptionError(
+                f"option {name!r}: {op!r} -> {function!r} is no op overload (such as "
+                "torch.ops.aten.gelu.default) with a function"
+            )
+    return dict(value)
+
+
+def _flags(name: str, value: Any) -> tuple[str, ...]:
+    is_list = isinstance(value, Iterable) and not isinstance(value, str)
+    if not is_list or not all(isinstance(v, str) and v.startswith("--") for v in value):
+        raise OptionError(f"option {name!r} is a list of flags that start with '--', not {value!r}")
+    return tuple(value)
+
+
+def _bool(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError(f"option {name!r} is True or False, not {value!r}")
+    return value
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "target": _target,
+    "fallback": _fallback,
+    "disabled_ops": _op_names,
+    "keep_ops": _op_names,
+    "decompositions": _decompositions,
+    "flags": _flags,
+    "bind_weights": _bool,
+}

@@ -1,0 +1,341 @@
+"""Runs a plan: puts, invokes, gathers, host segments; waits only where the plan gathers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowering.host import extract_host
+from lowering.plan import Free, Gather, Host, Invoke, Plan, Put, Scalar, Step, Value
+from lowering.region import TensorSpec, inverse
+from lowering.source import user_line
+from npu_iree.array import DeviceArray
+from npu_iree.device import Device, dense_copy
+from npu_iree.errors import DeviceError, InternalError
+from npu_iree.executable import Executable
+from npu_iree.timeline import wait_all
+from npu_iree.transfers import Transfer, is_watched, record
+from npu_iree.weights import BoundWeight
+
+# The places of a call: a value's bytes on the host (or a number), and its handle.
+_Environment = tuple[list[Any], list[DeviceArray | None]]
+_RunStep = Callable[[_Environment], None]
+
+
+@dataclass(frozen=True)
+class _Crossing:
+    """What the runner knows of a value that crosses the border."""
+
+    name: str
+    index: int
+    order: tuple[int, ...]
+    back: tuple[int, ...] | None  # the permutation from the stored order, if it is not the same
+    where: str
+
+
+class Runner:
+    """A plan with its executables: call it like the graph.
+
+    Arguments are CPU tensors, numbers, or (from code that keeps handles) `DeviceArray`s; results
+    are CPU tensors and constants. Thread-safe.
+
+    Attributes:
+        plan: what is run.
+        executables: the loaded regions, by name.
+    """
+
+    def __init__(
+        self, plan: Plan, device: Device, executables: dict[str, Executable],
+        weights: dict[str, torch.Tensor],
+    ) -> None:
+        self.plan = plan
+        self.executables = executables
+        self._device = device
+        self._index = {name: i for i, name in enumerate(_names(plan))}
+        self._crossings = {c.name: c for c in self._find_crossings()}
+        self._steps = [self._prepare(step) for step in plan.steps if not isinstance(step, Free)]
+        self._frees = any(isinstance(step, Free) for step in plan.steps)
+        if self._frees:
+            self._steps = [self._prepare(step) for step in plan.steps]
+        self._constants = [(self._index[n], weights[n]) for n in plan.constants]
+        self._weights = _Weights(plan, executables, weights)
+        self._results = [
+            (self._index[o.name], None) if isinstance(o, Value) else (-1, o) for o in plan.outputs
+        ]
+        self._distinct = _may_share_memory(plan)
+
+    def __call__(self, *args: Any) -> list[Any]:
+        """Run the plan once.
+
+        Raises:
+            DeviceError: device work failed; names the region, its ops and the user's lines.
+            HostCopyError: a `copy_budget` forbids a copy or wait.
+        """
+        if len(args) != len(self.plan.inputs):
+            raise InternalError(f"the graph takes {len(self.plan.inputs)} inputs, not {len(args)}")
+        size = len(self._index)
+        host: list[Any] = [None] * size
+        handles: list[DeviceArray | None] = [None] * size
+        for i, arg in enumerate(args):
+            if isinstance(arg, DeviceArray):
+                handles[i] = arg
+            else:
+                host[i] = arg
+        for index, tensor in self._constants:
+            host[index] = tensor
+        self._weights.refresh(args)
+        environment = (host, handles)
+        try:
+            for step in self._steps:
+                step(environment)
+        except BaseException:
+            self._settle(handles)
+            raise
+        results = [host[i] if i >= 0 else constant for i, constant in self._results]
+        if self._distinct:
+            self._separate(results, args)
+        return results
+
+    def _find_crossings(self) -> Sequence[_Crossing]:
+        found = []
+        for region in self.plan.regions.values():
+            nodes = (*region.inputs, *region.outputs)
+            specs = (*region.signature.inputs, *region.signature.outputs)
+            for node, spec in zip(nodes, specs, strict=True):
+                if isinstance(spec, TensorSpec):
+                    back = None if spec.is_contiguous else inverse(spec.order)
+                    where = user_line(node).where
+                    found.append(
+                        _Crossing(node.name, self._index[node.name], spec.order, back, where)
+                    )
+        return found
+
+    def _prepare(self, step: Step) -> _RunStep:
+        match step:
+            case Put(values):
+                return self._put_step([self._crossings[v] for v in values])
+            case Invoke(region, inputs, outputs):
+                return self._invoke_step(region, inputs, outputs)
+            case Gather(values, reader):
+                return self._gather_step([self._crossings[v] for v in values], reader)
+            case Host(segment, inputs, outputs):
+                return self._host_step(segment, inputs, outputs)
+            case Scalar(output, _):
+                return self._scalar_step(self.plan.scalars[output])
+            case Free(values):
+                return self._free_step([self._index[v] for v in values])
+
+    def _put_step(self, crossings: Sequence[_Crossing]) -> _RunStep:
+        put = self._put
+
+        def run(environment: _Environment) -> None:
+            host, handles = environment
+            for crossing in crossings:
+                if handles[crossing.index] is None:
+                    handles[crossing.index] = put(host[crossing.index], crossing)
+
+        return run
+
+    def _put(self, tensor: torch.Tensor, crossing: _Crossing) -> DeviceArray:
+        device = self._device
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        stored = tensor if crossing.back is None else tensor.permute(crossing.order)
+        problem = _why_not_in_place(stored, device.target.alignment_bytes)
+        is_copied = bool(problem) or device.target.memory == "discrete"
+        if is_watched():
+            mode = "staged" if is_copied else "aliased"
+            record(Transfer(
+                "h2d", mode, tensor.nbytes, crossing.name, "the device", crossing.where, problem
+            ))
+        if problem:
+            stored = dense_copy(stored)
+        view, ready = device.memory.put(stored, device.start_point(), crossing.name)
+        return DeviceArray(device, view, tuple(stored.shape), stored.dtype, ready)
+
+    def _invoke_step(
+        self, region: str, inputs: Sequence[str], outputs: Sequence[str]
+    ) -> _RunStep:
+        executable = self.executables[region]
+        specs = self.plan.regions[region].signature.inputs
+        sources = [
+            (isinstance(spec, TensorSpec), self._index[name])
+            for name, spec in zip(inputs, specs, strict=True)
+        ]
+        targets = [self._index[name] for name in outputs]
+
+        def run(environment: _Environment) -> None:
+            host, handles = environment
+            args = [handles[i] if is_tensor else host[i] for is_tensor, i in sources]
+            for i, array in zip(targets, executable(*args), strict=True):
+                handles[i] = array
+
+        return run
+
+    def _gather_step(self, crossings: Sequence[_Crossing], reader: str) -> _RunStep:
+        device = self._device
+
+        def run(environment: _Environment) -> None:
+            host, handles = environment
+            arrays: list[Any] = [handles[c.index] for c in crossings]
+            if is_watched():
+                self._record_gather(crossings, arrays, reader)
+            for crossing, tensor in zip(crossings, device.fetch(arrays), strict=True):
+                back = crossing.back
+                host[crossing.index] = tensor if back is None else tensor.permute(back)
+
+        return run
+
+    def _record_gather(
+        self, crossings: Sequence[_Crossing], arrays: Sequence[DeviceArray], reader: str
+    ) -> None:
+        mode = "aliased" if self._device.target.memory == "unified" else "staged"
+        for crossing, array in zip(crossings, arrays, strict=True):
+            record(Transfer("d2h", mode, array.nbytes, crossing.name, reader, crossing.where))  # type: ignore[arg-type]
+        names = ", ".join(c.name for c in crossings)
+        record(Transfer("wait", "wait", 0, names, reader))
+
+    def _host_step(
+        self, segment: str, inputs: Sequence[str], outputs: Sequence[str]
+    ) -> _RunStep:
+        function = extract_host(self.plan.host_segments[segment]).forward
+        sources = [self._index[name] for name in inputs]
+        targets = [self._index[name] for name in outputs]
+
+        def run(environment: _Environment) -> None:
+            host, _ = environment
+            results = function(*[host[i] for i in sources])
+            for i, value in zip(targets, results, strict=True):
+                host[i] = value
+
+        return run
+
+    def _scalar_step(self, node: fx.Node) -> _RunStep:
+        output = self._index[node.name]
+        places = {n: self._index[n.name] for n in node.all_input_nodes}
+        target: Any = node.target
+        is_size = target is torch.ops.aten.sym_size.int
+        crossing = self._crossings.get(node.args[0].name) if is_size else None  # type: ignore[union-attr]
+
+        def run(environment: _Environment) -> None:
+            host, handles = environment
+
+            def value(source: fx.Node) -> Any:
+                i = places[source]
+                if host[i] is None and handles[i] is not None:
+                    return _shape_only(handles[i], crossing)
+                return host[i]
+
+            args = fx.map_arg(node.args, value)
+            host[output] = target(*args, **fx.map_arg(node.kwargs, value))
+
+        return run
+
+    def _free_step(self, indices: Sequence[int]) -> _RunStep:
+        def run(environment: _Environment) -> None:
+            host, handles = environment
+            for i in indices:
+                host[i] = handles[i] = None
+
+        return run
+
+    def _settle(self, handles: Sequence[DeviceArray | None]) -> None:
+        """Wait for what a failed call has submitted: it reads the caller's memory in place."""
+        with contextlib.suppress(DeviceError):
+            wait_all([h.ready for h in handles if h is not None])
+
+    def _separate(self, results: list[Any], args: Sequence[Any]) -> None:
+        """Give results memory of their own where they came back in an argument's or each other's."""
+        taken = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+        for i in self._distinct:
+            pointer = results[i].untyped_storage().data_ptr()
+            if pointer in taken and results[i].numel():
+                results[i] = results[i].clone()
+            taken.add(pointer)
+
+
+class _Weights:
+    """The weights that a runner's executables have bound, and their renewal."""
+
+    def __init__(
+        self, plan: Plan, executables: dict[str, Executable], weights: dict[str, torch.Tensor]
+    ) -> None:
+        self._regions = [
+            (executables[name], region) for name, region in plan.regions.items() if region.parameters
+        ]
+        position = {name: i for i, name in enumerate(plan.inputs)}
+        self._bound: dict[str, BoundWeight] = {}
+        names = dict.fromkeys(n.name for _, region in self._regions for n in region.parameters)
+        self._checked = [(position[n], n) for n in names if n in position]
+        self._positions = [i for i, _ in self._checked]
+        self._addresses: list[int] = []
+        self._bind({name: weights[name] for name in names})
+
+    def refresh(self, args: Sequence[Any]) -> None:
+        """Bind again the weights that are no longer what was bound."""
+        address = torch._C._data_address
+        if [address(args[i]) for i in self._positions] == self._addresses:
+            return
+        changed = {
+            name: args[i] for i, name in self._checked if not self._bound[name].is_current(args[i])
+        }
+        self._bind(changed)
+
+    def _bind(self, weights: dict[str, torch.Tensor]) -> None:
+        for executable, region in self._regions:
+            specs = zip(region.parameters, region.signature.parameters, strict=True)
+            for node, spec in specs:
+                if node.name in weights:
+                    self._bound[node.name] = BoundWeight(node.name, weights[node.name], spec.order)
+            if any(n.name in weights for n in region.parameters):
+                executable.bind([self._bound[n.name] for n in region.parameters])
+        self._addresses = [self._bound[name].address for _, name in self._checked]
+
+
+def _why_not_in_place(stored: torch.Tensor, alignment_bytes: int) -> str:
+    """Say why a tensor's memory cannot be used as it is; empty if it can."""
+    if not stored.is_contiguous():
+        return "not dense in the order that was compiled for"
+    if stored.is_conj() or stored.is_neg():
+        return "a lazy conjugate or negative"
+    if stored.data_ptr() % alignment_bytes:
+        return f"not aligned to {alignment_bytes} bytes"
+    return ""
+
+
+def _shape_only(array: DeviceArray | None, crossing: _Crossing | None) -> torch.Tensor:
+    """Return a tensor without bytes in the shape of a handle, for `sym_size`."""
+    assert array is not None
+    tensor = torch.empty(array.shape, dtype=array.dtype, device="meta")
+    return tensor if crossing is None or crossing.back is None else tensor.permute(crossing.back)
+
+
+def _may_share_memory(plan: Plan) -> list[int]:
+    """List the outputs whose buffers may be those of an input or of another output."""
+    specs = {
+        node.name: spec
+        for region in plan.regions.values()
+        for node, spec in zip(region.outputs, region.signature.outputs, strict=True)
+    }
+    return [
+        i for i, o in enumerate(plan.outputs)
+        if isinstance(o, Value) and o.name in specs and specs[o.name].alias_of
+    ]
+
+
+def _names(plan: Plan) -> Sequence[str]:
+    names = dict.fromkeys((*plan.inputs, *plan.constants))
+    for step in plan.steps:
+        match step:
+            case Put(values) | Gather(values):
+                names.update(dict.fromkeys(values))
+            case Invoke(_, inputs, outputs) | Host(_, inputs, outputs):
+                names.update(dict.fromkeys((*inputs, *outputs)))
+            case Scalar(output, inputs):
+                names.update(dict.fromkeys((*inputs, output)))
+    return list(names)

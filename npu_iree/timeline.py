@@ -1,0 +1,167 @@
+"""Points in time on a device: the only file that touches HAL fences and semaphores.
+
+A semaphore's value only rises, so two invocations that may end in either order cannot share one:
+each piece of work gets its own (0.2 us).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from iree.runtime import _binding as hal  # type: ignore[attr-defined]
+
+from npu_iree.errors import DeviceError, DeviceTimeoutError
+
+NO_WAIT: Any = hal.HalFence(0)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a piece of device work is, for whoever sees it fail.
+
+    Attributes:
+        name: e.g. `region0`, or `put x`.
+        ops: `op at user line` of what it computes.
+    """
+
+    name: str
+    ops: tuple[str, ...] = ()
+
+
+class Timepoint:
+    """The point at which a piece of device work has ended.
+
+    Knows the points it waits for, until it is known to have been reached itself: so a failure can
+    be told from its consequences, and history does not pile up.
+    """
+
+    __slots__ = ("_after", "_error", "_reached", "fence", "work")
+
+    def __init__(self, fence: Any, work: Work, after: Sequence[Timepoint] = ()) -> None:
+        self.fence = fence
+        self.work = work
+        self._after: Sequence[Timepoint] = after
+        self._reached = False
+        self._error: DeviceError | None = None
+
+    def is_reached(self) -> bool:
+        """Say whether the work has ended, without waiting.
+
+        Raises:
+            DeviceError: it has failed.
+        """
+        return self._reached or self._wait_ns(0)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the work has ended; releases the interpreter lock meanwhile.
+
+        Args:
+            timeout_s: seconds to wait at most; None: for ever.
+
+        Raises:
+            DeviceError: the work, or work it depends on, failed; names the first that did.
+            DeviceTimeoutError: the time is over; the work goes on.
+        """
+        if self._reached:
+            return
+        if not self._wait_ns(None if timeout_s is None else int(timeout_s * 1e9)):
+            raise DeviceTimeoutError(f"{self.work.name} has not ended after {timeout_s} s")
+
+    def _wait_ns(self, timeout_ns: int | None) -> bool:
+        if self._error is not None:
+            raise self._error
+        try:
+            if timeout_ns is None:
+                self.fence.wait()
+            elif not self.fence.wait(timeout=timeout_ns):
+                return False
+        except RuntimeError as error:
+            self._error = self._first_failure(str(error))
+            raise self._error from error
+        self._reached = True
+        self._after = ()
+        return True
+
+    def _first_failure(self, cause: str) -> DeviceError:
+        point = self
+        while failed := next((p for p in point._after if p._has_failed()), None):
+            point = failed
+        return DeviceError(point.work.name, point.work.ops, _message(cause))
+
+    def _has_failed(self) -> bool:
+        if self._error is not None:
+            return True
+        try:
+            self.fence.wait(timeout=0)
+        except RuntimeError:
+            return True
+        return False
+
+    def __repr__(self) -> str:
+        return f"<Timepoint of {self.work.name}>"
+
+
+NOW = Timepoint(NO_WAIT, Work("the start"))
+NOW._reached = True
+
+
+def new_fence(device: Any) -> Any:
+    """Return a fence that one piece of work will signal."""
+    return hal.HalFence.create_at(device.create_semaphore(0), 1)
+
+
+def joined(points: Iterable[Timepoint]) -> tuple[Any, Sequence[Timepoint]]:
+    """Return one fence for all of `points`, and those of them that may lie ahead."""
+    ahead: list[Timepoint] = []
+    for point in points:
+        if not point._reached and point not in ahead:
+            ahead.append(point)
+    if not ahead:
+        return NO_WAIT, ()
+    if len(ahead) == 1:
+        return ahead[0].fence, ahead
+    return hal.HalFence.join([p.fence for p in ahead]), ahead
+
+
+def wait_all(points: Iterable[Timepoint], timeout_s: float | None = None) -> None:
+    """Wait for several points behind one wait.
+
+    Raises:
+        DeviceError: as `Timepoint.wait`.
+        DeviceTimeoutError: as `Timepoint.wait`.
+    """
+    fence, ahead = joined(points)
+    if not ahead:
+        return
+    if len(ahead) > 1:
+        names = ", ".join(p.work.name for p in ahead)
+        Timepoint(fence, Work(names), ahead).wait(timeout_s)
+    for point in ahead:
+        point.wait(timeout_s)
+
+
+class Gate:
+    """A point in time that the host decides: work behind it stands still until it is opened.
+
+    For tests of what is submitted when, and for fault injection.
+    """
+
+    def __init__(self, device: Any, name: str = "gate") -> None:
+        self._semaphore = device.create_semaphore(0)
+        self.point = Timepoint(hal.HalFence.create_at(self._semaphore, 1), Work(name))
+
+    def open(self) -> None:
+        """Let the work behind the gate run."""
+        self._semaphore.signal(1)
+
+    def fail(self, message: str) -> None:
+        """Fail all work behind the gate with `message`."""
+        self._semaphore.fail(message)
+
+
+def _message(cause: str) -> str:
+    """Strip IREE's prefixes: `synchronous semaphore failure: hal.cc:1814: UNKNOWN; boom`."""
+    first = cause.splitlines()[0] if cause else "no reason given"
+    return first.rpartition("; ")[2] if "; " in first else first
