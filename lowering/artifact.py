@@ -15,14 +15,19 @@ def parameter_name(index: int) -> str:
     return f"p{index}"
 
 
+def bind_function(parameter: str) -> str:
+    """Return the name of the function that binds a parameter anew: (view, wait, signal)."""
+    return f"bind${parameter}"
+
+
 @dataclass(frozen=True)
 class Artifact:
     """A region, compiled.
 
     Attributes:
         name: name of the region.
-        vmfb: the module; entry point `main` on the coarse-fences ABI, parameters `p0`, `p1`, ...
-            in the scope `model`.
+        vmfb: the module; entry point `main` on the coarse-fences ABI; parameters `p0`, `p1`, ...
+            in the scope `model`, and for each a function `bind$p0`, ... that binds it anew.
         signature: what the entry point takes and gives.
         flags: the compiler flags that were chosen.
         ops: what it computes: op names and the user's lines, as text, for reports and errors.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,12 +44,15 @@ class CapturedGraph:
         return tuple(values) if isinstance(values, (list, tuple)) else (values,)
 
 
-def capture_aot(graph_module: fx.GraphModule, weights: Iterable[int] = ()) -> CapturedGraph:
+def capture_aot(
+    graph_module: fx.GraphModule, weights: Iterable[int] = (), names: Sequence[str] = ()
+) -> CapturedGraph:
     """Take a graph as AOTAutograd hands it to a compiler.
 
     Args:
         graph_module: forward, backward or inference graph of AOTAutograd.
         weights: positions of the inputs that are parameters or buffers (`static_input_indices`).
+        names: what the user would call the inputs, for reports; may be left out.
 
     Raises:
         InternalError: the graph calls modules or methods, which AOTAutograd never leaves.
@@ -57,6 +60,8 @@ def capture_aot(graph_module: fx.GraphModule, weights: Iterable[int] = ()) -> Ca
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
     inputs = tuple(graph_module.graph.find_nodes(op="placeholder"))
+    for node, name in zip(inputs, names, strict=False):
+        node._rename(name)
     constants: dict[fx.Node, torch.Tensor] = {}
     for node in graph_module.graph.nodes:
         if node.op in ("call_module", "call_method"):

@@ -15,13 +15,14 @@ from lowering.errors import StageError
 from lowering.region import Region
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.aten_to_torch import ATEN_TO_TORCH
-from lowering.stages.linalg_to_vmfb import LINALG_TO_VMFB
+from lowering.stages.flow_to_vmfb import FLOW_TO_VMFB
+from lowering.stages.linalg_to_flow import LINALG_TO_FLOW
 from lowering.stages.torch_to_linalg import TORCH_TO_LINALG
 from lowering.target import CompileTarget, FlagSet
 
 log = logging.getLogger(__name__)
 
-STAGES: tuple[Stage, ...] = (ATEN_TO_TORCH, TORCH_TO_LINALG, LINALG_TO_VMFB)
+STAGES: tuple[Stage, ...] = (ATEN_TO_TORCH, TORCH_TO_LINALG, LINALG_TO_FLOW, FLOW_TO_VMFB)
 
 
 def compile_region(
@@ -49,7 +50,8 @@ def compile_region(
     for i, flag_set in enumerate(flag_sets):
         options = CompileOptions(flags=flag_set, parameters=count)
         try:
-            vmfb = run_stage(LINALG_TO_VMFB, linalg_asm, options, dump)
+            flow_asm = run_stage(LINALG_TO_FLOW, linalg_asm, options, dump)
+            vmfb = run_stage(FLOW_TO_VMFB, flow_asm, options, dump)
         except StageError as error:
             if i + 1 == len(flag_sets):
                 raise
@@ -57,7 +59,7 @@ def compile_region(
             continue
         ops = tuple((op, str(line)) for op, line in region.ops)
         return Artifact(region.name, vmfb, region.signature, flag_set, ops)
-    raise StageError(LINALG_TO_VMFB.name, f"target {target.name!r} lists no flag sets")
+    raise StageError(LINALG_TO_FLOW.name, f"target {target.name!r} lists no flag sets")
 
 
 def run_stage(stage: Stage, value: Any, options: CompileOptions, dump: Path | None = None) -> Any:

@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def npu_iree(
     if mode is not None:
         raise OptionError(f"mode={mode!r} belongs to Inductor; npu_iree takes options={{...}}")
     check_versions("torch", "torch-mlir", "iree-base-compiler", "iree-base-runtime")
-    compile_graph = functools.partial(_compile_graph, parsed)
+    compile_graph = functools.partial(_compile_graph, parsed, _Source.of(graph_module, example_inputs))
     backend = aot_autograd(
         fw_compiler=functools.partial(compile_graph, is_inference=False),
         bw_compiler=functools.partial(compile_graph, is_inference=False),
@@ -73,6 +74,19 @@ def npu_iree(
     )
     compiled: Callable[..., Any] = backend(graph_module, example_inputs)
     return compiled
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Dynamo's side of a graph: AOTAutograd keeps its inputs' order, but neither names nor tensors."""
+
+    inputs: tuple[Any, ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> _Source:
+        nodes = graph_module.graph.find_nodes(op="placeholder")
+        return cls(tuple(inputs), tuple(n.name.removeprefix("l_").strip("_") for n in nodes))
 
 
 def plan_graph(
@@ -96,17 +110,24 @@ def plan_graph(
 
 
 def _compile_graph(
-    options: Options, graph_module: fx.GraphModule, inputs: Sequence[Any], *, is_inference: bool
+    options: Options,
+    source: _Source,
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    is_inference: bool,
 ) -> Callable[..., Any]:
-    weights = _bindable_weights(inputs) if is_inference and options.bind_weights else ()
-    captured = capture_aot(graph_module, weights)
+    weights: Sequence[int] = ()
+    is_same = is_inference and len(source.inputs) == len(inputs)
+    if is_same and options.bind_weights:
+        weights = _bindable_weights(source.inputs)
+    captured = capture_aot(graph_module, weights, source.names if is_same else ())
     number = next(_GRAPH_NUMBERS)
     plan, artifacts = _compile_plan(captured, options, number)
     device = open_device(options.target_value)
     executables = {name: Executable(device, artifact) for name, artifact in artifacts.items()}
-    tensors = {n.name: t for n, t in zip(captured.inputs, inputs, strict=True)}
-    tensors |= {n.name: t for n, t in captured.constants.items()}
-    runner = Runner(plan, device, executables, tensors)
+    constants = {n.name: t for n, t in captured.constants.items()}
+    runner = Runner(plan, device, executables, constants)
     _report(number, plan)
 
     def run(args: list[Any]) -> list[Any]:

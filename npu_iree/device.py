@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 from iree.runtime import _binding as hal  # type: ignore[attr-defined]
@@ -49,6 +50,11 @@ class Device:
         self._lock = threading.Lock()
         self._held: tuple[Gate, ...] = ()
 
+    @property
+    def crossing_mode(self) -> Literal["staged", "aliased"]:
+        """How dense, aligned memory crosses: by alias where memory is unified."""
+        return "aliased" if self.target.memory == "unified" else "staged"
+
     def put(self, tensor: torch.Tensor, *, after: Timepoint | None = None) -> DeviceArray:
         """Give the device a tensor; returns at once.
 
@@ -90,10 +96,10 @@ class Device:
             HostCopyError: a `copy_budget` forbids it.
         """
         if is_watched():
-            mode = "aliased" if self.target.memory == "unified" else "staged"
+            mode = self.crossing_mode
             record(Transfer("wait", "wait", 0, f"{len(arrays)} handles", "to_host"))
             for array in arrays:
-                record(Transfer("d2h", mode, array.nbytes, repr(array), "to_host"))  # type: ignore[arg-type]
+                record(Transfer("d2h", mode, array.nbytes, repr(array), "to_host"))
         return self.fetch(arrays, timeout_s)
 
     def fetch(

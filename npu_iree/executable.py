@@ -6,15 +6,15 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from iree.runtime import _binding as hal  # type: ignore[attr-defined]
 
-from lowering.artifact import ENTRY, PARAMETER_SCOPE, Artifact, parameter_name
+from lowering.artifact import ENTRY, PARAMETER_SCOPE, Artifact, bind_function, parameter_name
 from lowering.dtypes import DTYPES
 from lowering.region import TensorSpec
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device
-from npu_iree.timeline import NOW, Timepoint, Work, joined, new_fence
-from npu_iree.weights import BoundWeight
+from npu_iree.timeline import Timepoint, Work, joined, new_fence
 
 _INSTANCE = hal.VmInstance()
 
@@ -38,30 +38,46 @@ class Executable:
         self._function = self._module.lookup_function(ENTRY)
         self._outputs = [(DTYPES[s.dtype], _static(s)) for s in artifact.signature.outputs]
         self._context: Any = None
-        self._kept: list[object] = []
+        self._bound: list[Timepoint] = []
         if not artifact.signature.parameters:
-            self.bind(())
+            self.load(())
 
-    def bind(self, weights: Sequence[BoundWeight]) -> None:
-        """Bind parameters, in the signature's order. Calls under way keep what they had.
+    def load(self, weights: Sequence[torch.Tensor]) -> None:
+        """Give the parameters their first values, in the signature's order.
 
-        IREE packs them for the code that reads them; the artifact itself does not change.
+        IREE packs them for the code that reads them. Calls under way keep what they had.
+
+        Args:
+            weights: dense tensors in the stored order; nobody writes to them any more.
         """
         modules = [self._hal_module]
-        kept: list[object] = []
         if weights:
             index = hal.ParameterIndex()
             for i, weight in enumerate(weights):
-                data, alive = self._device.memory.parameter_bytes(
-                    weight.tensor, weight.bytes_address
-                )
-                index.add_buffer(parameter_name(i), data)
-                kept += [data, alive, weight]
+                index.add_buffer(parameter_name(i), self._device.memory.parameter(weight))
             provider = index.create_provider(scope=PARAMETER_SCOPE)
             modules.append(hal.create_io_parameters_module(_INSTANCE, provider))
         context = hal.VmContext(_INSTANCE, [*modules, self._module])
         with self._lock:
-            self._context, self._kept = context, kept
+            self._context = context
+
+    def can_rebind(self, index: int) -> bool:
+        """Say whether parameter `index` can be bound anew without loading all of them again."""
+        return bind_function(parameter_name(index)) in self._module.function_names
+
+    def rebind(self, index: int, weight: DeviceArray) -> None:
+        """Give one parameter a new value; later calls see it, and no other weight moves."""
+        function = self._module.lookup_function(bind_function(parameter_name(index)))
+        inputs = hal.VmVariantList(3)
+        inputs.push_ref(weight._view)
+        fence, ahead = joined([weight.ready, *self._bound])
+        signal = new_fence(self._device.hal)
+        inputs.push_ref(fence)
+        inputs.push_ref(signal)
+        with self._lock:
+            self._context.invoke(function, inputs, hal.VmVariantList(0))
+        point = Timepoint(signal, Work(f"bind {parameter_name(index)} of {self.artifact.name}"), ahead)
+        self._bound = [point]
 
     def __call__(self, *args: DeviceArray | int | float | bool) -> list[DeviceArray]:
         """Submit a call; returns handles at once. The device itself waits for the arguments.
@@ -70,7 +86,7 @@ class Executable:
             args: handles of this device and numbers, as the signature says.
         """
         inputs = hal.VmVariantList(len(args) + 2)
-        points = []
+        points = [p for p in self._bound if not p._reached]
         for arg in args:
             if isinstance(arg, DeviceArray):
                 inputs.push_ref(arg._view)
@@ -110,5 +126,3 @@ def _static(spec: TensorSpec) -> tuple[int, ...] | None:
 def _all_int(sizes: Sequence[int | str]) -> bool:
     return all(isinstance(s, int) for s in sizes)
 
-
-__all__ = ["NOW", "Executable"]

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from iree.runtime import _binding as hal  # type: ignore[attr-defined]
 
-from npu_iree.timeline import NOW, Timepoint, Work, joined, new_fence
+from npu_iree.timeline import Timepoint, Work, joined, new_fence
 
 _DEVICE_LOCAL = int(hal.MemoryType.DEVICE_LOCAL)
 _STAGING = int(hal.MemoryType.HOST_LOCAL | hal.MemoryType.DEVICE_VISIBLE)
@@ -63,8 +63,8 @@ class Memory(Protocol):
     ) -> tuple[Sequence[Any], Sequence[Timepoint]]:
         """Return views that the host may read, and from when on."""
 
-    def parameter_bytes(self, tensor: torch.Tensor, address: int) -> tuple[Any, object]:
-        """Return bytes for IREE's parameter provider, and what keeps them alive."""
+    def parameter(self, tensor: torch.Tensor) -> Any:
+        """Return bytes for IREE's parameter provider; they own what they need."""
 
 
 class UnifiedMemory:
@@ -84,9 +84,9 @@ class UnifiedMemory:
         """Return the views themselves."""
         return views, ready
 
-    def parameter_bytes(self, tensor: torch.Tensor, address: int) -> tuple[Any, object]:
+    def parameter(self, tensor: torch.Tensor) -> Any:
         """Return the tensor's own memory."""
-        return _bytes_at(address, tensor.nbytes), tensor
+        return _bytes_of(tensor)
 
 
 class DiscreteMemory:
@@ -133,11 +133,11 @@ class DiscreteMemory:
         host_view = hal.HalBufferView(staging, view.shape, int(view.element_type))
         return host_view, Timepoint(signal, Work("get"), ahead)
 
-    def parameter_bytes(self, tensor: torch.Tensor, address: int) -> tuple[Any, object]:
-        """Return the tensor's memory; IREE's parameter loader copies it to the device itself."""
+    def parameter(self, tensor: torch.Tensor) -> Any:
+        """Return a copy: IREE's loader takes it over from there."""
         self.count.h2d += 1
         self.count.h2d_bytes += tensor.nbytes
-        return _bytes_at(address, tensor.nbytes), tensor
+        return _bytes_of(tensor.clone())
 
     def _staging(self, nbytes: int) -> Any:
         return self._allocator.allocate_buffer(_STAGING, _STAGING_USAGE, nbytes)
@@ -147,12 +147,13 @@ class DiscreteMemory:
         return torch.utils.dlpack.from_dlpack(self._device.create_dlpack_capsule(view, 1, 0))
 
 
-def _bytes_at(address: int, nbytes: int) -> Any:
-    return (ctypes.c_char * nbytes).from_address(address)
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor
+    return memory
 
 
 MEMORIES: dict[str, type[UnifiedMemory] | type[DiscreteMemory]] = {
     "unified": UnifiedMemory,
     "discrete": DiscreteMemory,
 }
-__all__ = ["MEMORIES", "NOW", "DiscreteMemory", "Memory", "TransferCount", "UnifiedMemory"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from npu_iree.errors import DeviceError, InternalError
 from npu_iree.executable import Executable
 from npu_iree.timeline import wait_all
 from npu_iree.transfers import Transfer, is_watched, record
-from npu_iree.weights import BoundWeight
+from npu_iree.weights import BoundWeight, address_of, frozen
 
 # The places of a call: a value's bytes on the host (or a number), and its handle.
 _Environment = tuple[list[Any], list[DeviceArray | None]]
@@ -50,8 +51,11 @@ class Runner:
     """
 
     def __init__(
-        self, plan: Plan, device: Device, executables: dict[str, Executable],
-        weights: dict[str, torch.Tensor],
+        self,
+        plan: Plan,
+        device: Device,
+        executables: dict[str, Executable],
+        constants: dict[str, torch.Tensor],
     ) -> None:
         self.plan = plan
         self.executables = executables
@@ -62,8 +66,8 @@ class Runner:
         self._frees = any(isinstance(step, Free) for step in plan.steps)
         if self._frees:
             self._steps = [self._prepare(step) for step in plan.steps]
-        self._constants = [(self._index[n], weights[n]) for n in plan.constants]
-        self._weights = _Weights(plan, executables, weights)
+        self._constants = [(self._index[n], constants[n]) for n in plan.constants]
+        self._weights = _Weights(plan, device, executables, constants)
         self._results = [
             (self._index[o.name], None) if isinstance(o, Value) else (-1, o) for o in plan.outputs
         ]
@@ -147,14 +151,15 @@ class Runner:
             tensor = tensor.detach()
         stored = tensor if crossing.back is None else tensor.permute(crossing.order)
         problem = _why_not_in_place(stored, device.target.alignment_bytes)
-        is_copied = bool(problem) or device.target.memory == "discrete"
         if is_watched():
-            mode = "staged" if is_copied else "aliased"
+            mode = "staged" if problem else device.crossing_mode
             record(Transfer(
                 "h2d", mode, tensor.nbytes, crossing.name, "the device", crossing.where, problem
             ))
         if problem:
             stored = dense_copy(stored)
+        elif torch._C._is_cow_tensor(stored):  # type: ignore[attr-defined]
+            stored = frozen(stored)
         view, ready = device.memory.put(stored, device.start_point(), crossing.name)
         return DeviceArray(device, view, tuple(stored.shape), stored.dtype, ready)
 
@@ -194,9 +199,9 @@ class Runner:
     def _record_gather(
         self, crossings: Sequence[_Crossing], arrays: Sequence[DeviceArray], reader: str
     ) -> None:
-        mode = "aliased" if self._device.target.memory == "unified" else "staged"
+        mode = self._device.crossing_mode
         for crossing, array in zip(crossings, arrays, strict=True):
-            record(Transfer("d2h", mode, array.nbytes, crossing.name, reader, crossing.where))  # type: ignore[arg-type]
+            record(Transfer("d2h", mode, array.nbytes, crossing.name, reader, crossing.where))
         names = ", ".join(c.name for c in crossings)
         record(Transfer("wait", "wait", 0, names, reader))
 
@@ -251,50 +256,99 @@ class Runner:
 
     def _separate(self, results: list[Any], args: Sequence[Any]) -> None:
         """Give results memory of their own where they came back in an argument's or each other's."""
-        taken = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor)}
+        taken = {_start_of(a) for a in args if isinstance(a, torch.Tensor)}
         for i in self._distinct:
-            pointer = results[i].untyped_storage().data_ptr()
+            pointer = _start_of(results[i])
             if pointer in taken and results[i].numel():
                 results[i] = results[i].clone()
             taken.add(pointer)
 
 
 class _Weights:
-    """The weights that a runner's executables have bound, and their renewal."""
+    """The weights that a runner's executables have bound: at the first call, then as they change."""
 
     def __init__(
-        self, plan: Plan, executables: dict[str, Executable], weights: dict[str, torch.Tensor]
+        self,
+        plan: Plan,
+        device: Device,
+        executables: dict[str, Executable],
+        constants: dict[str, torch.Tensor],
     ) -> None:
-        self._regions = [
-            (executables[name], region) for name, region in plan.regions.items() if region.parameters
-        ]
+        self._device = device
+        self._lock = threading.Lock()
         position = {name: i for i, name in enumerate(plan.inputs)}
-        self._bound: dict[str, BoundWeight] = {}
-        names = dict.fromkeys(n.name for _, region in self._regions for n in region.parameters)
-        self._checked = [(position[n], n) for n in names if n in position]
-        self._positions = [i for i, _ in self._checked]
-        self._addresses: list[int] = []
-        self._bind({name: weights[name] for name in names})
+        self._uses = {
+            name: [
+                _WeightUse(n.name, spec.order, position.get(n.name, -1), constants.get(n.name))
+                for n, spec in zip(region.parameters, region.signature.parameters, strict=True)
+            ]
+            for name, region in plan.regions.items()
+            if region.parameters
+        }
+        self._executables = executables
+        self._checked = [u for uses in self._uses.values() for u in uses if u.constant is None]
+        self._positions = [use.position for use in self._checked]
+        self._addresses: list[int] | None = None if self._uses else []
 
     def refresh(self, args: Sequence[Any]) -> None:
-        """Bind again the weights that are no longer what was bound."""
-        address = torch._C._data_address
-        if [address(args[i]) for i in self._positions] == self._addresses:
+        """Bind the weights that are not, or no longer, what was bound."""
+        if [address_of(args[i]) for i in self._positions] == self._addresses:
             return
-        changed = {
-            name: args[i] for i, name in self._checked if not self._bound[name].is_current(args[i])
-        }
-        self._bind(changed)
+        with self._lock:
+            for region, uses in self._uses.items():
+                self._renew(self._executables[region], uses, args)
+            self._addresses = [use.address for use in self._checked]
 
-    def _bind(self, weights: dict[str, torch.Tensor]) -> None:
-        for executable, region in self._regions:
-            specs = zip(region.parameters, region.signature.parameters, strict=True)
-            for node, spec in specs:
-                if node.name in weights:
-                    self._bound[node.name] = BoundWeight(node.name, weights[node.name], spec.order)
-            if any(n.name in weights for n in region.parameters):
-                executable.bind([self._bound[n.name] for n in region.parameters])
-        self._addresses = [self._bound[name].address for _, name in self._checked]
+    def _renew(
+        self, executable: Executable, uses: Sequence[_WeightUse], args: Sequence[Any]
+    ) -> None:
+        changed = [i for i, use in enumerate(uses) if not use.is_current(args)]
+        is_first = any(use.bound is None for use in uses)
+        for i in changed:
+            uses[i].bound = BoundWeight(uses[i].weight(args), uses[i].order)
+        if is_first or len(changed) == len(uses) or not all(map(executable.can_rebind, changed)):
+            reason = "bound once" if is_first else "it has changed"
+            executable.load([self._hand_over(use, executable, reason) for use in uses])
+            return
+        for i in changed:
+            stored = self._hand_over(uses[i], executable, "it has changed")
+            view, ready = self._device.memory.put(
+                stored, self._device.start_point(), uses[i].name
+            )
+            array = DeviceArray(self._device, view, tuple(stored.shape), stored.dtype, ready)
+            executable.rebind(i, array)
+
+    def _hand_over(self, use: _WeightUse, executable: Executable, reason: str) -> torch.Tensor:
+        """Return the bytes to give to the device, and enter them into the ledger."""
+        assert use.bound is not None
+        tensor = use.bound.tensor
+        problem = _why_not_in_place(tensor, self._device.target.alignment_bytes)
+        if is_watched():
+            mode = "staged" if problem else self._device.crossing_mode
+            owner = executable.artifact.name
+            record(Transfer("h2d", mode, tensor.nbytes, use.name, owner, "", reason))
+        return dense_copy(tensor) if problem else tensor
+
+
+@dataclass
+class _WeightUse:
+    """One parameter of one region: which argument or constant it is, and what is bound now."""
+
+    name: str
+    order: tuple[int, ...]
+    position: int
+    constant: torch.Tensor | None
+    bound: BoundWeight | None = None
+
+    @property
+    def address(self) -> int:
+        return self.bound.address if self.bound is not None else -1
+
+    def weight(self, args: Sequence[Any]) -> torch.Tensor:
+        return args[self.position] if self.constant is None else self.constant  # type: ignore[no-any-return]
+
+    def is_current(self, args: Sequence[Any]) -> bool:
+        return self.bound is not None and self.bound.is_current(self.weight(args))
 
 
 def _why_not_in_place(stored: torch.Tensor, alignment_bytes: int) -> str:
@@ -303,9 +357,14 @@ def _why_not_in_place(stored: torch.Tensor, alignment_bytes: int) -> str:
         return "not dense in the order that was compiled for"
     if stored.is_conj() or stored.is_neg():
         return "a lazy conjugate or negative"
-    if stored.data_ptr() % alignment_bytes:
+    if address_of(stored) % alignment_bytes:
         return f"not aligned to {alignment_bytes} bytes"
     return ""
+
+
+def _start_of(tensor: torch.Tensor) -> int:
+    """Return where a tensor's storage begins; reading it does not end a copy-on-write."""
+    return int(address_of(tensor)) - tensor.storage_offset() * tensor.element_size()
 
 
 def _shape_only(array: DeviceArray | None, crossing: _Crossing | None) -> torch.Tensor:

@@ -9,40 +9,33 @@ Source: `torch._lazy_clone`, c10/core/impl/COW.h.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-_address = torch._C._data_address
+# Where a tensor's bytes are. Unlike `data_ptr()` this does not end a copy-on-write.
+address_of = torch._C._data_address
 
 
 class BoundWeight:
     """One weight as it was when it was bound.
 
     Attributes:
-        name: its name in the graph.
-        tensor: the bytes, dense in the order that the region wants.
         address: where the user's tensor was.
+        tensor: the bytes, dense in the order that the region wants; never written to.
     """
 
-    __slots__ = ("_clone", "address", "name", "order", "tensor")
+    __slots__ = ("address", "tensor")
 
-    def __init__(self, name: str, weight: torch.Tensor, order: Sequence[int]) -> None:
-        self.name = name
-        self.order = tuple(order)
-        self._clone = torch._lazy_clone(weight.detach())
-        self.address = _address(weight)
-        stored = self._clone.permute(self.order)
-        self.tensor = stored if is_dense(stored) else stored.clone(memory_format=torch.contiguous_format)
+    def __init__(self, weight: torch.Tensor, order: Sequence[int]) -> None:
+        self.tensor = frozen(weight).permute(tuple(order))
+        self.address = address_of(weight)
 
     def is_current(self, weight: torch.Tensor) -> bool:
         """Say whether `weight` still is what was bound."""
-        return bool(_address(weight) == self.address)
-
-    @property
-    def bytes_address(self) -> int:
-        """Where the bound bytes are; reading it does not end the copy-on-write."""
-        return int(_address(self.tensor))
+        return bool(address_of(weight) == self.address)
 
 
 def can_bind(weight: torch.Tensor) -> bool:
@@ -52,15 +45,31 @@ def can_bind(weight: torch.Tensor) -> bool:
     memory) cannot be watched: such weights are passed at each call, in place where alignment
     allows.
     """
-    if weight.device.type != "cpu" or weight.layout is not torch.strided or weight.numel() == 0:
+    if isinstance(weight, FakeTensor) or weight.device.type != "cpu":
+        return False
+    if weight.layout is not torch.strided or weight.numel() == 0:
         return False
     try:
-        torch._lazy_clone(weight.detach())
+        with unset_fake_temporarily():
+            torch._lazy_clone(weight.detach())
     except RuntimeError:
         return False
     return True
 
 
-def is_dense(tensor: torch.Tensor, alignment_bytes: int = 64) -> bool:
-    """Say whether a tensor's memory can be used as it is."""
-    return tensor.is_contiguous() and _address(tensor) % alignment_bytes == 0
+def frozen(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the same bytes that stay as they are, whatever happens to `tensor`.
+
+    From now on `tensor` is copied at the first write to it. The result is for reading only; it may
+    be handed to DLPack, which would end the copy-on-write of `tensor` itself.
+
+    Raises:
+        RuntimeError: PyTorch did not allocate the memory.
+    """
+    clone = torch._lazy_clone(tensor.detach())
+    storage = clone.untyped_storage()
+    offset = clone.storage_offset() * clone.element_size()
+    memory = (ctypes.c_char * storage.nbytes()).from_address(address_of(clone) - offset)
+    memory.owner = clone
+    whole = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
+    return whole.as_strided(clone.size(), clone.stride(), clone.storage_offset())

@@ -1,0 +1,87 @@
+"""An IREE compiler session: flags, phases and diagnostics, wrapped where the bindings enter."""
+
+from __future__ import annotations
+
+import ctypes
+from types import TracebackType
+from typing import Any
+
+from lowering.stages import CompileOptions
+
+
+class IreeSession:
+    """Open a compiler session with flags; collects errors as text instead of printing them.
+
+    Source: `iree.compiler.api`. The phases of `iree-compile --compile-from/--compile-to` are in its
+    C API but not in its Python one, hence `ctypes`.
+    """
+
+    def __init__(self, options: CompileOptions) -> None:
+        from iree.compiler.api import Session
+
+        self._session: Any = Session()
+        self._session.set_flags(*options.flags)
+        self.context: Any = self._session.context
+        self._messages: list[str] = []
+        self._handler = self.context.attach_diagnostic_handler(self._collect)
+
+    def _collect(self, diagnostic: Any) -> bool:
+        if "error" in str(diagnostic.severity).lower():
+            self._messages.append(f"{diagnostic.location}: {diagnostic.message}")
+        return True
+
+    def parse(self, asm: str) -> Any:
+        """Parse a module.
+
+        Raises:
+            RuntimeError: the text is no valid IR.
+        """
+        from iree.compiler import ir
+
+        try:
+            with self.context:
+                return ir.Module.parse(asm)
+        except ir.MLIRError as error:
+            raise RuntimeError(self._said(str(error))) from error
+
+    def compile(self, module: Any, *, begin: str = "start", end: str = "end") -> Any:
+        """Run the compiler's phases after `begin` up to `end` on `module`, in place.
+
+        Raises:
+            RuntimeError: the compiler refused the module; the text is what it said.
+        Returns:
+            The invocation, which writes the product.
+        """
+        from iree.compiler.api import Invocation, ctypes_dl
+
+        invocation = Invocation(self._session)
+        library = ctypes_dl._dylib
+        for set_phase, phase in (
+            (library.ireeCompilerInvocationSetCompileFromPhase, begin),
+            (library.ireeCompilerInvocationSetCompileToPhase, end),
+        ):
+            set_phase.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+            set_phase.restype = None
+            set_phase(invocation._inv_p, phase.encode())
+        try:
+            module.operation.verify()
+            invocation.import_module(module.operation)
+        except Exception as error:
+            raise RuntimeError(self._said(str(error))) from error
+        if not invocation.execute():
+            raise RuntimeError(self._said("iree-compile failed without a word"))
+        return invocation
+
+    def _said(self, otherwise: str) -> str:
+        return "\n".join(self._messages) or otherwise
+
+    def __enter__(self) -> IreeSession:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._handler.detach()
