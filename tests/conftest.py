@@ -1,0 +1,35 @@
+"""Fixtures of all tests: a fresh Dynamo for each, counters, targets."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+sys.path.insert(0, str(Path(__file__).parent))  # for tests.tolerances and the zoo
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def counts() -> Counter[str]:
+    """The counters of npu_iree, from zero."""
+    counters["npu_iree"].clear()
+    return counters["npu_iree"]
+
+
+@pytest.fixture(params=["npu-local", "npu-virtual"])
+def target(request: pytest.FixtureRequest) -> str:
+    """Each built-in target that runs here."""
+    return str(request.param)
