@@ -13,6 +13,9 @@ from lowering.errors import InternalError
 # Tensor constants up to this many elements stay in the IR, where the compiler can fold them.
 INLINE_CONSTANT_ELEMENTS = 16
 
+# AOTAutograd turns Python floats into tensors after decomposition, with ops outside core ATen.
+_CANONICAL = {torch.ops.aten.true_divide.Tensor: torch.ops.aten.div.Tensor}
+
 
 @dataclass(frozen=True)
 class CapturedGraph:
@@ -66,6 +69,7 @@ def capture_aot(
     for node in graph_module.graph.nodes:
         if node.op in ("call_module", "call_method"):
             raise InternalError(f"a functional graph has no {node.op}: {node.format_node()}")
+        node.target = _CANONICAL.get(node.target, node.target)
         if node.op == "get_attr":
             value = _attribute(graph_module, str(node.target))
             if isinstance(value, torch.Tensor):

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
 
+from lowering.views import view
+
 aten = torch.ops.aten
 OpOverload = torch._ops.OpOverload
 DecompositionTable = Mapping[OpOverload, Callable[..., Any]]
@@ -74,7 +76,8 @@ def matches(op: str, patterns: Iterable[str]) -> bool:
 
 @cache
 def _default_table() -> dict[OpOverload, Callable[..., Any]]:
-    return {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS)}
+    ours = {aten.view.default: view}
+    return {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS), **ours}
 
 
 def decomposition_table(

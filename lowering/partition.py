@@ -31,7 +31,7 @@ _Item = TypeVar("_Item")
 _Key = TypeVar("_Key")
 
 # Views and copies: a region of these alone computes nothing, so it is not worth a transfer.
-MOVE_OPS = frozenset(
+MOVE_OPS = frozenset({"prims.collapse"}) | frozenset(
     f"aten.{name}"
     for name in (
         "alias alias_copy as_strided clone copy detach diagonal expand lift_fresh_copy permute "
@@ -39,7 +39,7 @@ MOVE_OPS = frozenset(
         "view_as_complex view_as_real _reshape_alias _to_copy _unsafe_view"
     ).split()
 )
-# Made from nothing: computed again where they are needed rather than early, as a region of their own.
+# Made from nothing: alone they are not worth a region either.
 FACTORY_OPS = frozenset(
     f"aten.{name}" for name in "arange empty eye full linspace ones scalar_tensor zeros".split()
 )
@@ -70,7 +70,11 @@ class Segment:
     def outputs(self) -> tuple[fx.Node, ...]:
         """Nodes of the segment whose values somebody outside reads."""
         own = set(self.nodes)
-        return tuple(n for n in self.nodes if any(user not in own for user in n.users))
+        return tuple(
+            n
+            for n in self.nodes
+            if not _is_number(n.meta.get("val")) and any(user not in own for user in n.users)
+        )
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,7 @@ def partition(
         segments = _segments(compute, host_ops)
         idle = [s for s in segments if s.space == DEVICE and not _computes(s)]
         if not idle:
+            segments = [_with_own_sizes(s, scalars) for s in segments]
             return Partition(captured, _named(segments), scalars, host_ops)
         for node in itertools.chain.from_iterable(s.nodes for s in idle):
             host_ops[node] = _host_op(node, "cost", "moves data only, which is not worth a transfer")
@@ -164,7 +169,7 @@ def _why_host(
         reason = "draws from PyTorch's random generator, whose state is on the host"
         return _host_op(node, "state", reason)
     if not isinstance(node.target, torch._ops.OpOverload):
-        return _host_op(node, "unsupported", "not an ATen op")
+        return _host_op(node, "unsupported", "no ATen op, so only PyTorch itself can run it")
     if reason := capabilities.why_not(name, node_tensors(node)):
         return _host_op(node, "unsupported", reason)
     return None
@@ -221,11 +226,13 @@ def _levels(
         )
         for parent in parents[node]:
             children[parent].append(node)
+    constant: set[fx.Node] = set()
+    for node in nodes:
+        if constant.issuperset(node.all_input_nodes) and space[node] == DEVICE:
+            constant.add(node)
     for node in reversed(nodes):  # what is made from nothing goes to where it is first needed
-        if not parents[node] and _is_one_of(node, FACTORY_OPS) and children[node]:
-            levels[node] = min(
-                levels[c] - (space[c] != space[node]) for c in children[node]
-            )
+        if node in constant and children[node]:
+            levels[node] = min(levels[c] - (space[c] != space[node]) for c in children[node])
     return levels
 
 
@@ -297,6 +304,19 @@ def _topological(order: Sequence[int], direct: Sequence[set[int]]) -> list[int]:
     return list(done)
 
 
+def _with_own_sizes(segment: Segment, scalars: Sequence[fx.Node]) -> Segment:
+    """Let a segment compute the sizes of its own tensors: it cannot wait for itself."""
+    if segment.space != DEVICE or not scalars:
+        return segment
+    own = set(segment.nodes)
+    for node in scalars:
+        if not own.isdisjoint(node.all_input_nodes):
+            own.add(node)
+    if len(own) == len(segment.nodes):
+        return segment
+    return Segment(segment.space, [n for n in segment.nodes[0].graph.nodes if n in own])
+
+
 def _named(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     count = {DEVICE: itertools.count(), HOST: itertools.count()}
     stem = {DEVICE: "region", HOST: "host"}
@@ -314,7 +334,10 @@ def _grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key,
 
 def _host_op(node: fx.Node, kind: str, reason: str) -> HostOp:
     line = user_line(node)
-    return HostOp(op_name(node.target), kind, reason, line.where, line.code)
+    name = op_name(node.target)
+    if name == "with_effects":  # (token, op, ...): an op whose side effects PyTorch keeps in order
+        name, reason = op_name(node.args[1]), "has a side effect, which only the host can have"
+    return HostOp(name, kind, reason, line.where, line.code)
 
 
 def _computes(segment: Segment) -> bool:

@@ -168,7 +168,8 @@ class _Scheduler:
             host_segments={s.name: s for s in self._partition.segments if s.space != DEVICE},
             scalars={n.name: n for n in self._partition.scalars},
             constants={n.name: n for n in captured.constants},
-            host_ops=tuple(self._partition.host_ops.values()),
+            # the parts of a result that are taken apart on the host share its reason
+            host_ops=tuple({id(op): op for op in self._partition.host_ops.values()}.values()),
         )
 
     def _is_ready(self, segment: Segment) -> bool:

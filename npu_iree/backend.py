@@ -7,7 +7,6 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from lowering.artifact import Artifact
 from lowering.capabilities import load_capabilities
 from lowering.capture import INLINE_CONSTANT_ELEMENTS, CapturedGraph, capture_aot
 from lowering.decompositions import decomposition_table
-from lowering.errors import HostOp, StageError, UnsupportedOpError
+from lowering.errors import StageError, UnsupportedOpError
 from lowering.partition import Partition, partition
 from lowering.pipeline import compile_region
 from lowering.plan import Plan, build_plan
@@ -63,11 +62,11 @@ def npu_iree(
     if mode is not None:
         raise OptionError(f"mode={mode!r} belongs to Inductor; npu_iree takes options={{...}}")
     check_versions("torch", "torch-mlir", "iree-base-compiler", "iree-base-runtime")
-    compile_graph = functools.partial(_compile_graph, parsed, _Source.of(graph_module, example_inputs))
+    compile_aot = functools.partial(_compile_aot, parsed, _Source.of(graph_module, example_inputs))
     backend = aot_autograd(
-        fw_compiler=functools.partial(compile_graph, is_inference=False),
-        bw_compiler=functools.partial(compile_graph, is_inference=False),
-        inference_compiler=functools.partial(compile_graph, is_inference=True),
+        fw_compiler=functools.partial(compile_aot, is_inference=False),
+        bw_compiler=functools.partial(compile_aot, is_inference=False),
+        inference_compiler=functools.partial(compile_aot, is_inference=True),
         decompositions=decomposition_table(
             parsed.keep_ops | parsed.target_value.compile.keep_ops, parsed.decompositions
         ),
@@ -85,8 +84,13 @@ class _Source:
 
     @classmethod
     def of(cls, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> _Source:
-        nodes = graph_module.graph.find_nodes(op="placeholder")
-        return cls(tuple(inputs), tuple(n.name.removeprefix("l_").strip("_") for n in nodes))
+        return cls(tuple(inputs), input_names(graph_module))
+
+
+def input_names(graph_module: fx.GraphModule) -> tuple[str, ...]:
+    """Return what the user would call the inputs of a graph of Dynamo's: `x`, `self_weight`."""
+    nodes = graph_module.graph.find_nodes(op="placeholder")
+    return tuple(n.name.removeprefix("l_").strip("_") for n in nodes)
 
 
 def plan_graph(
@@ -109,7 +113,24 @@ def plan_graph(
     return parts, build_plan(parts, regions)
 
 
-def _compile_graph(
+def compile_graph(captured: CapturedGraph, options: Options) -> Runner:
+    """Plan a captured graph, compile its regions, and load them.
+
+    Raises:
+        UnsupportedOpError: `fallback="error"`, and the target cannot run some ops.
+        StageError: `fallback="error"`, and the compiler refused a region.
+        TargetError: the target's device cannot be opened here.
+    """
+    number = next(_GRAPH_NUMBERS)
+    plan, artifacts = _compile_plan(captured, options, number)
+    device = open_device(options.target_value)
+    executables = {name: Executable(device, artifact) for name, artifact in artifacts.items()}
+    constants = {node.name: tensor for node, tensor in captured.constants.items()}
+    _report(number, plan)
+    return Runner(plan, device, executables, constants)
+
+
+def _compile_aot(
     options: Options,
     source: _Source,
     graph_module: fx.GraphModule,
@@ -117,18 +138,11 @@ def _compile_graph(
     *,
     is_inference: bool,
 ) -> Callable[..., Any]:
-    weights: Sequence[int] = ()
+    """Compile a graph of AOTAutograd's into what it calls: a list of arguments in, a list out."""
     is_same = is_inference and len(source.inputs) == len(inputs)
-    if is_same and options.bind_weights:
-        weights = _bindable_weights(source.inputs)
+    weights = _bindable_weights(source.inputs) if is_same and options.bind_weights else ()
     captured = capture_aot(graph_module, weights, source.names if is_same else ())
-    number = next(_GRAPH_NUMBERS)
-    plan, artifacts = _compile_plan(captured, options, number)
-    device = open_device(options.target_value)
-    executables = {name: Executable(device, artifact) for name, artifact in artifacts.items()}
-    constants = {n.name: t for n, t in captured.constants.items()}
-    runner = Runner(plan, device, executables, constants)
-    _report(number, plan)
+    runner = compile_graph(captured, options)
 
     def run(args: list[Any]) -> list[Any]:
         results = runner(*args)
@@ -136,7 +150,6 @@ def _compile_graph(
         return results
 
     run._boxed_call = True  # type: ignore[attr-defined]
-    run.runner = runner  # type: ignore[attr-defined]
     return run
 
 
@@ -175,7 +188,7 @@ def _compile_region(region: Region, options: Options, number: int) -> Artifact:
     return artifact
 
 
-def _bindable_weights(inputs: Sequence[Any]) -> list[int]:
+def _bindable_weights(inputs: Sequence[Any]) -> Sequence[int]:
     """Positions of the inputs that keep their identity, are not written to, and can be watched."""
     context = TracingContext.try_get()
     if context is None or context.fw_metadata is None:
@@ -197,5 +210,3 @@ def _report(number: int, plan: Plan) -> None:
         log.warning("graph %d: %d ops run on the host:\n  %s", number, len(unsupported), listed)
     log.debug("graph %d: plan:\n%s", number, plan)
 
-
-__all__ = ["HostOp", "Path", "npu_iree", "plan_graph"]

@@ -17,7 +17,7 @@ from npu_iree.array import DeviceArray
 from npu_iree.errors import DeviceError, NpuIreeError, TargetError
 from npu_iree.memory import MEMORIES, Memory
 from npu_iree.targets import Target, find_target
-from npu_iree.timeline import NOW, Gate, Timepoint, wait_all
+from npu_iree.timeline import NOW, Gate, Timepoint, Work, joined, wait_all
 from npu_iree.transfers import Transfer, is_watched, record
 from npu_iree.versions import check_versions
 
@@ -129,6 +129,13 @@ class Device:
             with contextlib.suppress(DeviceError):  # whoever waits for that work is told
                 oldest.wait()
 
+    @property
+    def in_flight(self) -> tuple[Timepoint, ...]:
+        """The submitted calls that may not have ended, oldest first."""
+        with self._lock:
+            self._forget_ended()
+            return tuple(point for point, _ in self._in_flight)
+
     def _forget_ended(self) -> None:
         while self._in_flight:
             point, nbytes = self._in_flight[0]
@@ -142,9 +149,7 @@ class Device:
 
     def synchronize(self, timeout_s: float | None = None) -> None:
         """Wait until everything that was submitted has ended, well or not."""
-        with self._lock:
-            points = [point for point, _ in self._in_flight]
-        for point in points:
+        for point in self.in_flight:
             with contextlib.suppress(DeviceError):
                 point.wait(timeout_s)
 
@@ -154,9 +159,9 @@ class Device:
 
     @contextlib.contextmanager
     def hold(self, name: str = "hold") -> Iterator[Gate]:
-        """Keep all transfers to the device from landing until the gate opens (at the latest, here).
+        """Keep what is put and called in the block from starting until the gate opens.
 
-        For tests: whatever a call submits while the gate is shut stands still on the device.
+        For tests of what is submitted before a call waits; the end of the block opens the gate.
         """
         gate = self.gate(name)
         self._held = (*self._held, gate)
@@ -183,8 +188,6 @@ def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _all_of(points: Sequence[Timepoint]) -> Timepoint:
-    from npu_iree.timeline import Work, joined
-
     fence, ahead = joined(points)
     return Timepoint(fence, Work("start"), ahead)
 

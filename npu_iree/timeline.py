@@ -85,10 +85,14 @@ class Timepoint:
         return True
 
     def _first_failure(self, cause: str) -> DeviceError:
-        point = self
-        while failed := next((p for p in point._after if p._has_failed()), None):
-            point = failed
-        return DeviceError(point.work.name, point.work.ops, _message(cause))
+        """Name the first region on the way from the root of the failure to this point."""
+        path = [self]
+        while failed := next((p for p in path[-1]._after if p._has_failed()), None):
+            path.append(failed)
+        root = path[-1].work
+        named = next((p.work for p in reversed(path) if p.work.ops), root)
+        text = _message(cause)
+        return DeviceError(named.name, named.ops, text if named is root else f"{root.name}: {text}")
 
     def _has_failed(self) -> bool:
         if self._error is not None:

@@ -1,0 +1,70 @@
+"""Views of tensors with dynamic sizes, in the form that torch-mlir lowers rightly.
+
+torch-mlir lowers a view that merges two dynamic dimensions as if one of them were 1. Collapsing
+them first, and only then splitting, is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch._prims_common import infer_size
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+Size = int | torch.SymInt
+
+
+def view(tensor: torch.Tensor, size: Sequence[Size]) -> torch.Tensor:
+    """Decompose `aten.view`: merged dimensions become `prims.collapse`, the rest stays a view.
+
+    Before: %1 = aten.view(%0, [s0*s1, 8, 8])                      with %0 of [s0, s1, 64]
+    After:  %1 = prims.collapse(%0, 0, 1); %2 = aten.view(%1, [s0*s1, 8, 8])
+    """
+    if all(isinstance(s, int) for s in (*tensor.shape, *size)):
+        return NotImplemented
+    groups = shared_factors(tensor.shape, infer_size(tuple(size), tensor.numel()))
+    if groups is None or all(count == 1 for count, _ in groups):
+        return NotImplemented  # nothing is merged
+    for axis, (count, _) in enumerate(groups):
+        if count > 1:
+            tensor = torch.ops.prims.collapse(tensor, axis, axis + count - 1)
+    if tensor.dim() == len(size):
+        return tensor
+    return torch.ops.aten.view.default(tensor, [s for _, sizes in groups for s in sizes])
+
+
+def shared_factors(
+    old: Sequence[Size], new: Sequence[Size]
+) -> list[tuple[int, list[Size]]] | None:
+    """Match dimensions of two shapes of one size: groups whose products are equal.
+
+    Returns:
+        For each group how many old dimensions it has, and its new sizes; None if the sizes do not
+        say which belong together.
+    """
+    if not old or not new:
+        return None
+    groups: list[tuple[int, list[Size]]] = []
+    olds, news = list(old), list(new)
+    while olds and news:
+        count, sizes = 1, [news.pop(0)]
+        before, after = olds.pop(0), sizes[0]
+        while not statically_known_true(before == after):
+            if olds and (not news or _divides(before, after)):
+                before, count = before * olds.pop(0), count + 1
+            elif news:
+                sizes.append(news.pop(0))
+                after = after * sizes[-1]
+            else:
+                return None
+        groups.append((count, sizes))
+    count, sizes = groups[-1]  # what is left has size 1 and belongs to the last group
+    groups[-1] = (count + len(olds), sizes + news)
+    return groups
+
+
+def _divides(divisor: Size, number: Size) -> bool:
+    if isinstance(divisor, int) and divisor == 0:
+        return False
+    return bool(statically_known_true(number % divisor == 0))

@@ -1,0 +1,152 @@
+"""`npu_iree.explain`: what of a model runs where, and why, without compiling anything."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+
+from lowering.capture import capture_aot
+from lowering.decompositions import decomposition_table
+from lowering.errors import HostOp
+from lowering.plan import Gather, Plan, Put
+from lowering.region import Region
+from npu_iree.backend import input_names, plan_graph
+from npu_iree.options import Options
+from npu_iree.targets import Target
+
+
+@dataclass(frozen=True)
+class GraphExplanation:
+    """One graph that Dynamo captured.
+
+    Attributes:
+        plan: its schedule.
+        target: what it was planned for.
+    """
+
+    plan: Plan
+    target: Target
+
+    @property
+    def regions(self) -> list[Region]:
+        """The device regions."""
+        return list(self.plan.regions.values())
+
+    @property
+    def host_ops(self) -> tuple[HostOp, ...]:
+        """The ops that run on the host, each with its reason and the user's line."""
+        return self.plan.host_ops
+
+    @property
+    def transfers(self) -> list[tuple[str, str]]:
+        """What will cross at each call: (`h2d` or `d2h`, name of the value), in order."""
+        names = {Put: "h2d", Gather: "d2h"}
+        steps = [s for s in self.plan.steps if isinstance(s, (Put, Gather))]
+        return [(names[type(step)], value) for step in steps for value in step.values]
+
+    @property
+    def waits(self) -> int:
+        """How often the host will wait at each call."""
+        return sum(isinstance(step, Gather) for step in self.plan.steps)
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.regions)} regions on {self.target.name}:"]
+        lines += [f"  {r.name}: {len(r.ops)} ops {r.signature}" for r in self.regions]
+        lines += [f"{len(self.host_ops)} host ops{':' if self.host_ops else ''}"]
+        lines += [f"  {op}" for op in self.host_ops]
+        how = "aliased" if self.target.memory == "unified" else "copied"
+        lines += [f"{len(self.transfers)} transfers a call ({how}), {self.waits} waits:"]
+        lines += [f"  {way} {value}" for way, value in self.transfers]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; prints itself.
+
+    Attributes:
+        graphs: the graphs, in the order in which they were captured.
+        graph_breaks: why Dynamo ended a graph and where, one text each.
+    """
+
+    graphs: list[GraphExplanation] = field(default_factory=list)
+    graph_breaks: list[str] = field(default_factory=list)
+
+    @property
+    def regions(self) -> list[Region]:
+        """The device regions of all graphs."""
+        return [region for graph in self.graphs for region in graph.regions]
+
+    @property
+    def host_ops(self) -> list[HostOp]:
+        """The host ops of all graphs."""
+        return [op for graph in self.graphs for op in graph.host_ops]
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.graphs)} graphs, {len(self.graph_breaks)} graph breaks"]
+        lines += [f"  break: {text}" for text in self.graph_breaks]
+        for i, graph in enumerate(self.graphs):
+            lines += [f"graph {i}:", *(f"  {line}" for line in str(graph).splitlines())]
+        return "\n".join(lines)
+
+
+def explain(
+    model: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None, **kwargs: Any
+) -> Explanation:
+    """Say what `torch.compile(model, backend="npu_iree")` would do with these arguments.
+
+    The model runs once, with PyTorch's own kernels; nothing is compiled for the target, and no
+    device is opened.
+
+    Args:
+        model: a module or function.
+        args: its arguments.
+        options: as for `torch.compile`; `fallback="error"` is read as `"host"`, since the answer
+            lists all ops anyway.
+        kwargs: its keyword arguments.
+
+    Raises:
+        OptionError: an option does not exist or has a bad value.
+    """
+    parsed = Options.parse({**(options or {}), "fallback": "host"})
+    table = decomposition_table(
+        parsed.keep_ops | parsed.target_value.compile.keep_ops, parsed.decompositions
+    )
+    found = Explanation()
+
+    def plan(names: Sequence[str], graph_module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        captured = capture_aot(graph_module, names=names if len(names) == len(inputs) else ())
+        _, schedule = plan_graph(captured, parsed)
+        found.graphs.append(GraphExplanation(schedule, parsed.target_value))
+        run = functools.partial(_run_boxed, graph_module)
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        reason = getattr(graph_module, "compile_subgraph_reason", None)
+        if reason is not None and reason.graph_break:
+            found.graph_breaks.append(_break_text(reason))
+        compiler = functools.partial(plan, input_names(graph_module))
+        compiled: Callable[..., Any] = aot_autograd(
+            fw_compiler=compiler, bw_compiler=functools.partial(plan, ()), decompositions=table
+        )(graph_module, inputs)
+        return compiled
+
+    torch.compile(model, backend=backend)(*args, **kwargs)
+    return found
+
+
+def _run_boxed(graph_module: fx.GraphModule, args: list[Any]) -> Any:
+    return graph_module(*args)
+
+
+def _break_text(reason: Any) -> str:
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    where = f" at {frame.filename}:{frame.lineno} in {frame.name}" if frame else ""
+    return f"{str(reason.reason).strip().splitlines()[0]}{where}"

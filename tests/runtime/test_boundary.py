@@ -1,0 +1,372 @@
+"""What passes the boundary of a compiled function comes out as in eager: values, layouts, aliases."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tolerances import assert_same
+from torch import nn
+from torch.utils import _pytree as pytree
+
+Make = Callable[[], tuple[Any, ...]]
+
+DTYPES = [
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int32,
+    torch.int64, torch.uint8, torch.bool, torch.complex64,
+]  # fmt: skip
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTS = [torch.int8, torch.int32, torch.int64, torch.uint8]
+
+
+def data(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Make the same random tensor each time."""
+    generator = torch.Generator().manual_seed(sum(shape) + 1)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=generator).bool()
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, generator=generator).to(dtype) * (1 + 1j if dtype.is_complex else 1)
+    return torch.randint(0, 100, shape, generator=generator).to(dtype)
+
+
+def leaves(tree: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def sharing(tree: Any) -> list[int]:
+    """Give each tensor the position of the first one that lies in the same memory."""
+    starts = [t.untyped_storage().data_ptr() if t.numel() else id(t) for t in leaves(tree)]
+    return [starts.index(s) for s in starts]
+
+
+def layout(tree: Any) -> list[list[int]]:
+    """Give the strides of each tensor, where its shape leaves no choice."""
+    return [
+        [s for s, n in zip(t.stride(), t.shape, strict=True) if n > 1] if t.numel() else []
+        for t in leaves(tree)
+    ]
+
+
+def overwrite(results: Any) -> None:
+    """Write another number into each result, as a caller may."""
+    for i, tensor in enumerate(leaves(results)):
+        dense = torch._debug_has_internal_overlap(tensor) == 0
+        if dense and not tensor.requires_grad and not tensor.is_inference():
+            tensor.fill_(i + 2)
+
+
+def check(
+    function: Callable[..., Any], make: Make, target: str, *, calls: int = 2, **how: Any
+) -> Callable[..., Any]:
+    """Compare compiled calls with eager ones, then overwrite the results and look for the traces."""
+    compiled = torch.compile(function, backend="npu_iree", options={"target": target}, **how)
+    for _ in range(calls):
+        ours, eagers = make(), make()
+        actual, expected = compiled(*ours), function(*eagers)
+        same_state((actual, ours), (expected, eagers))
+        assert layout(actual) == layout(expected)
+        overwrite(actual)
+        overwrite(expected)
+        same_state((actual, ours), (expected, eagers))
+    return compiled
+
+
+def same_state(actual: Any, expected: Any) -> None:
+    for one, other in zip(pytree.tree_leaves(actual), pytree.tree_leaves(expected), strict=True):
+        assert_same(one, other)
+    assert pytree.tree_structure(actual) == pytree.tree_structure(expected)
+    assert sharing(actual) == sharing(expected)
+
+
+def layouts(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Make one tensor of each layout that a caller may bring."""
+    flat = data(240, dtype=dtype)
+    image = flat.view(2, 5, 4, 6)
+    return {
+        "contiguous": flat.view(12, 20),
+        "misaligned": flat[1:25].view(4, 6),
+        "strided": flat[::3],
+        "transposed": flat.view(12, 20).t(),
+        "permuted": image.permute(2, 0, 3, 1),
+        "channels_last": image.to(memory_format=torch.channels_last),
+        "sliced": image[:, 1:3, :, 2:],
+        "expanded": flat[:6].expand(4, 6),
+        "expanded_inside": flat[:6].view(6, 1).expand(6, 5),
+        "scalar_view": flat[7],
+        "zero_d": flat[3].clone(),
+        "empty": flat[:0].view(0, 4),
+        "ones": flat[:1].view(1, 1, 1),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_layout_of_every_dtype_passes(
+    dtype: torch.dtype, target: str, counts: Counter[str]
+) -> None:
+    def function(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: t * t for name, t in tensors.items()}
+
+    check(function, lambda: (layouts(dtype),), target)
+    assert counts["regions"] >= 1
+
+
+@pytest.mark.parametrize("name", sorted(layouts(torch.float32)))
+def test_each_layout_passes_alone(name: str, target: str, counts: Counter[str]) -> None:
+    check(lambda x: (torch.relu(x) + 1, x), lambda: (layouts(torch.float32)[name],), target)
+    assert counts["regions"] >= (name != "empty")
+
+
+def test_one_compile_serves_every_alignment_and_stride(target: str, counts: Counter[str]) -> None:
+    base = data(400)
+    compiled = torch.compile(lambda x: x.sin() + x, backend="npu_iree", options={"target": target})
+    for offset in range(6):
+        x = base[offset : offset + 24].view(4, 6)
+        assert_same(compiled(x), x.sin() + x)
+    assert counts["graphs"] == 1
+
+
+def test_float64_keeps_digits_that_float32_loses(target: str, counts: Counter[str]) -> None:
+    x = torch.tensor([1 + 2**-40, 1e300, -1e-300, 3.0], dtype=torch.float64)
+    check(lambda x: (x - 1, x * 2, x + 1e-12), lambda: (x.clone(),), target)
+    one = torch.compile(lambda x: x - 1, backend="npu_iree", options={"target": target})(x)
+    assert one[0].item() == 2**-40
+    assert counts["regions"] >= 1
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_nan_inf_and_minus_zero_pass(dtype: torch.dtype, target: str, counts: Counter[str]) -> None:
+    inf = float("inf")
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.tensor([float("nan"), inf, -inf, -0.0, 0.0, 1.5, -2.5], dtype=dtype)
+        return x, x.flip(0)
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> Any:
+        signs = 1 / (x * 1)
+        values = x + y, x * y, torch.maximum(x, y), torch.relu(x), x.clamp(-1, 1), x.round()
+        return *values, signs, x == y, x < y, x.isnan(), x.sign(), torch.where(x > 0, x, y), -x
+
+    check(function, make, target)
+    assert counts["regions"] >= 1
+
+
+@pytest.mark.parametrize("dtype", INTS, ids=str)
+def test_integers_wrap_and_round_as_in_eager(
+    dtype: torch.dtype, target: str, counts: Counter[str]
+) -> None:
+    low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.tensor([low, high, high - 1, 7, 100, low + 1], dtype=dtype)
+        return x, torch.tensor([3, 2, 5, 2, 3, 7], dtype=dtype)
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> Any:
+        divided = torch.div(x, y, rounding_mode="floor"), torch.div(x, y, rounding_mode="trunc")
+        compared = x < y, torch.maximum(x, y), x.clamp(min=5), x.abs(), x // 3
+        return x + y, x - y, x * y, -x, x & y, x | y, x ^ y, ~x, x % y, *divided, *compared
+
+    check(function, make, target)
+    assert counts["regions"] >= 1
+
+
+def test_integers_beyond_32_bits_stay_exact(target: str, counts: Counter[str]) -> None:
+    x = torch.tensor([2**31, 2**53 + 1, -(2**62) - 1, 2**63 - 1])
+    check(lambda x, n: (x + 1, x * 3, x + n, x.sum()), lambda: (x.clone(), 2**40 + 1), target)
+    assert counts["regions"] >= 1
+
+
+def test_mixed_dtypes_promote_as_in_eager(target: str, counts: Counter[str]) -> None:
+    def make() -> tuple[torch.Tensor, ...]:
+        return tuple(data(4, dtype=t) for t in DTYPES[:-1])
+
+    def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        zero_d = tensors[3][0]
+        return [a + b for a in tensors for b in tensors[:5]] + [t * zero_d for t in tensors]
+
+    check(function, make, target)
+    assert counts["regions"] >= 1
+
+
+def test_bool_logic_passes(target: str, counts: Counter[str]) -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return x & y, x | y, x ^ y, ~x, x.any(), x.all(), x.sum(), x + y, x * y, x == y, x.any(0)
+
+    check(function, lambda: (data(3, 5, dtype=torch.bool), data(5, dtype=torch.bool)), target)
+    assert counts["regions"] >= 1
+
+
+def test_lazy_conjugates_and_negatives_pass(target: str, counts: Counter[str]) -> None:
+    def make() -> tuple[torch.Tensor, ...]:
+        z = data(3, 4, dtype=torch.complex64)
+        return z.conj(), z.conj().t(), z.conj().imag, z
+
+    def function(conj: Any, adjoint: Any, neg: Any, z: Any) -> Any:
+        return conj * z, adjoint * 2, neg * 2, neg, z.conj(), torch.view_as_real(z) * 2
+
+    assert make()[2].is_neg()
+    check(function, make, target)
+    assert counts["regions"] >= 1
+
+
+def test_large_tensors_pass(target: str, counts: Counter[str]) -> None:
+    check(lambda x: (x + x.t(), x.amax(0)), lambda: (data(2000, 2000),), target)
+    assert counts["regions"] == 1
+
+
+@pytest.mark.parametrize("dynamic", [False, True, None])
+def test_python_scalars_may_change_between_calls(dynamic: bool | None, target: str) -> None:
+    def function(x: torch.Tensor, n: int, f: float, flag: bool) -> Any:
+        return x * f + n, n, f, flag, x.double() * f, (x if flag else -x) * 2, n + 1, f * 2
+
+    options = {"target": target}
+    compiled = torch.compile(function, backend="npu_iree", options=options, dynamic=dynamic)
+    for n, f, flag in [(2, 0.1, True), (3, 1e-3, True), (0, -0.0, False), (-7, 1e30, True), (1, 0.7, False)]:
+        args = data(3, 4), n, f, flag
+        assert_same(compiled(*args), function(*args))
+
+
+def test_a_function_of_numbers_alone_passes(target: str) -> None:
+    compiled = torch.compile(
+        lambda n: (torch.arange(n) * 2 + 1, torch.full((2,), n) + 1, n), backend="npu_iree",
+        options={"target": target}, dynamic=True,
+    )  # fmt: skip
+    for n in (3, 5, 0, 1):
+        assert_same(compiled(n), (torch.arange(n) * 2 + 1, torch.full((2,), n) + 1, n))
+
+
+@pytest.mark.parametrize(
+    "sizes", [[(4, 3), (7, 5), (1, 5), (4, 1), (0, 3), (2, 0)], [(0, 2), (3, 2)], [(1, 1), (5, 6)]]
+)
+def test_symbolic_sizes_change_between_calls(sizes: list[tuple[int, int]], target: str) -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> Any:
+        n, m = x.shape
+        z = torch.relu(x) @ y
+        return z + n, x.reshape(-1) * 2, n * m, x.sum(0), y.t() + x, torch.cat([x, x * 2]), (x + 1).t()
+
+    options = {"target": target}
+    compiled = torch.compile(function, backend="npu_iree", options=options, dynamic=True)
+    for n, m in sizes:
+        args = data(n, m), data(m, n)
+        actual, expected = compiled(*args), function(*args)
+        assert_same(actual, expected)
+        assert layout(actual) == layout(expected)
+
+
+def test_symbolic_strides_and_offsets_pass(target: str) -> None:
+    def function(x: torch.Tensor) -> Any:
+        return x * x.shape[1], x.t() + 1, x.shape, x[1:] * 2
+
+    compiled = torch.compile(
+        function, backend="npu_iree", options={"target": target}, dynamic=True
+    )
+    base = data(20, 30)
+    for x in (base[2:7, 3:9], base.t()[1:5, :8], base[::2, ::3], base[:3].contiguous()):
+        assert_same(compiled(x), function(x))
+
+
+Pair = namedtuple("Pair", "left right")
+
+
+def test_nested_results_and_nones_keep_their_structure(target: str, counts: Counter[str]) -> None:
+    def function(tree: dict[str, Any], nothing: None) -> Any:
+        y = tree["x"] + tree["more"][1]
+        return {"y": y, "n": None, "l": [y * 2, (3, "text", nothing)], "p": Pair(y, None), "e": ()}
+
+    check(function, lambda: ({"x": data(3), "more": [None, data(3)]}, None), target)
+    assert counts["regions"] == 1
+
+
+class Counting(nn.Module):
+    """A module that keeps state in buffers and hands out its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        y = self.norm(self.linear(x))
+        self.total.copy_(self.total * 0.5 + y.detach().sum(0))
+        return y * self.calls, self.linear.weight.clone(), self.linear.weight, self.total.clone()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("train", [False, True])
+def test_buffers_are_mutated_and_clones_of_weights_are_fresh(
+    train: bool, grad: bool, target: str, counts: Counter[str]
+) -> None:
+    ours, eagers = Counting().train(train), Counting().train(train)
+    compiled = torch.compile(ours, backend="npu_iree", options={"target": target})
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            actual, expected = compiled(data(5, 4)), eagers(data(5, 4))
+            assert_same(actual, expected)
+            assert actual[2] is ours.linear.weight
+            for _, fresh, _, total in (actual, expected):
+                fresh.data.fill_(9)
+                total.fill_(9)
+            assert_same(list(ours.state_dict().values()), list(eagers.state_dict().values()))
+    assert counts["graphs"] == 1 and counts["regions"] >= 1
+
+
+def test_weights_changed_by_the_user_are_seen(target: str) -> None:
+    ours, eagers = Counting().eval(), Counting().eval()
+    compiled = torch.compile(ours, backend="npu_iree", options={"target": target})
+    changes: list[Callable[[Counting], Any]] = [
+        lambda m: None,
+        lambda m: m.linear.weight.mul_(2),
+        lambda m: m.linear.weight.data.add_(1),
+        lambda m: setattr(m.linear, "bias", nn.Parameter(torch.ones(4))),
+        lambda m: setattr(m.linear.weight, "data", torch.eye(4)),
+        lambda m: m.linear.weight[0].zero_(),
+        lambda m: m.load_state_dict(Counting().state_dict()),
+        lambda m: m.linear.weight.detach().numpy().__imul__(3),
+    ]
+    with torch.no_grad():
+        for change in changes:
+            change(ours)
+            change(eagers)
+            assert_same(compiled(data(5, 4)), eagers(data(5, 4)))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_training_run_equals_eager(dynamic: bool, target: str, counts: Counter[str]) -> None:
+    torch.manual_seed(1)
+    ours = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3))
+    eagers = copy.deepcopy(ours)
+    compiled = torch.compile(ours, backend="npu_iree", options={"target": target}, dynamic=dynamic)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (ours, eagers)]
+    for _ in range(3):
+        inputs = [data(5, 6).requires_grad_() for _ in range(2)]
+        for model, x, optimizer in zip((compiled, eagers), inputs, optimizers, strict=True):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), torch.tensor([0, 1, 2, 0, 1])).backward()
+            optimizer.step()
+        assert_same(inputs[0].grad, inputs[1].grad)
+        for one, other in zip(ours.parameters(), eagers.parameters(), strict=True):
+            assert_same(one.grad, other.grad)
+            assert_same(one, other)
+    assert counts["regions"] >= 2
+
+
+def test_gradients_reach_only_the_inputs_that_ask(target: str) -> None:
+    def function(x: torch.Tensor, y: torch.Tensor, n: torch.Tensor) -> Any:
+        return x * y + n, y.t() * 2, x.detach() * 3, n + 1
+
+    compiled = torch.compile(function, backend="npu_iree", options={"target": target})
+    grads = []
+    for call in (compiled, function):
+        x, y, n = data(4, 4).requires_grad_(), data(4, 4).t().requires_grad_(), torch.arange(4)
+        a, b, c, d = call(x, y, n)
+        (a.sum() + (b * b).sum()).backward()
+        assert x.grad.stride() == x.stride() and not (c.requires_grad or d.requires_grad)
+        grads.append([x.grad, y.grad, a, b, c, d])
+    assert_same(*grads)
