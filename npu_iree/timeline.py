@@ -154,15 +154,20 @@ class Gate:
 
     def __init__(self, device: Any, name: str = "gate") -> None:
         self._semaphore = device.create_semaphore(0)
+        self._is_decided = False
         self.point = Timepoint(hal.HalFence.create_at(self._semaphore, 1), Work(name))
 
     def open(self) -> None:
-        """Let the work behind the gate run."""
-        self._semaphore.signal(1)
+        """Let the work behind the gate run; does nothing if it is open or has failed."""
+        if not self._is_decided:
+            self._is_decided = True
+            self._semaphore.signal(1)
 
     def fail(self, message: str) -> None:
-        """Fail all work behind the gate with `message`."""
-        self._semaphore.fail(message)
+        """Fail all work behind the gate with `message`; does nothing if it is open."""
+        if not self._is_decided:
+            self._is_decided = True
+            self._semaphore.fail(message)
 
 
 def _message(cause: str) -> str:

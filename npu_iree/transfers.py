@@ -109,15 +109,18 @@ def record(transfer: Transfer) -> None:
 
 
 @contextmanager
-def record_transfers() -> Iterator[Ledger]:
+def record_transfers(ledger: Ledger | None = None) -> Iterator[Ledger]:
     """Record every host copy and wait of this thread (or asyncio task) in the block.
+
+    Args:
+        ledger: one to go on with; by default a new one.
 
     Example:
         with npu_iree.record_transfers() as ledger:
             compiled(x)
         print(ledger)
     """
-    ledger = Ledger()
+    ledger = Ledger() if ledger is None else ledger
     token = _LEDGERS.set((*_LEDGERS.get(), ledger))
     try:
         yield ledger

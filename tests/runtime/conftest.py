@@ -1,0 +1,32 @@
+"""What the runtime tests share: graphs compiled without Dynamo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lowering.capture import capture_aot
+from lowering.decompositions import decomposition_table
+from npu_iree.backend import compile_graph
+from npu_iree.options import Options
+from npu_iree.runner import Runner
+
+
+@pytest.fixture
+def compile_function() -> Callable[..., Runner]:
+    """Compile a function of tensors for a target, as a runner that takes handles too."""
+
+    def compile_(function: Callable[..., Any], *args: Any, **options: Any) -> Runner:
+        graph = make_fx(function, decomposition_table=decomposition_table())(*args)
+        return compile_graph(capture_aot(graph), Options.parse(options))
+
+    return compile_
+
+
+@pytest.fixture
+def weight() -> torch.Tensor:
+    return torch.randn(8, 8)
