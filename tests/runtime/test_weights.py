@@ -1,0 +1,219 @@
+"""Weights are bound once; whatever changes one shows in the next call, without a recompile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tolerances import assert_same
+
+import npu_iree
+
+
+class TwoLayers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(8, 16)
+        self.table = torch.nn.Embedding(10, 16)
+        self.last = torch.nn.Linear(16, 8)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(x)) * self.scale + self.table(i))
+
+
+def double_data(model: TwoLayers) -> None:
+    model.first.weight.data.mul_(2)
+
+
+def write_in_place(model: TwoLayers) -> None:
+    model.table.weight.add_(1)
+
+
+def write_through_a_view(model: TwoLayers) -> None:
+    model.last.weight.detach()[2:4].zero_()
+
+
+def load_other_weights(model: TwoLayers) -> None:
+    model.load_state_dict(TwoLayers().state_dict())
+
+
+def replace_data(model: TwoLayers) -> None:
+    model.last.bias.data = torch.randn(8)
+
+
+def write_through_numpy(model: TwoLayers) -> None:
+    model.first.bias.detach().numpy()[:] = 3.0
+
+
+def change_a_buffer(model: TwoLayers) -> None:
+    model.scale.fill_(5.0)
+
+
+def step_an_optimizer(model: TwoLayers) -> None:
+    with torch.enable_grad():
+        model(torch.ones(1, 8), torch.ones(1, dtype=torch.long)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+CHANGES = [
+    double_data,
+    write_in_place,
+    write_through_a_view,
+    load_other_weights,
+    replace_data,
+    write_through_numpy,
+    change_a_buffer,
+    step_an_optimizer,
+]
+
+
+@pytest.fixture
+def model() -> TwoLayers:
+    return TwoLayers().eval()
+
+
+@pytest.fixture
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(4, 8), torch.randint(0, 10, (4,))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_a_change_shows_in_the_next_call_without_a_recompile(
+    model: TwoLayers,
+    inputs: tuple[torch.Tensor, torch.Tensor],
+    change: Callable[[TwoLayers], None],
+    target: str,
+    counts: Counter[str],
+) -> None:
+    compiled = torch.compile(model, backend="npu_iree", options={"target": target})
+    assert_same(compiled(*inputs), model(*inputs))
+    change(model)
+    assert_same(compiled(*inputs), model(*inputs))
+    assert_same(compiled(*inputs), model(*inputs))
+    assert counts["compiles"] == 1
+
+
+@torch.no_grad()
+def test_no_other_weight_is_copied(
+    model: TwoLayers, inputs: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    compiled = torch.compile(model, backend="npu_iree", options={"target": "npu-virtual"})
+    compiled(*inputs)
+    model.first.weight.data.mul_(2)
+    count = npu_iree.open_device("npu-virtual").memory.count
+    before = count.h2d_bytes
+    with npu_iree.record_transfers() as ledger:
+        compiled(*inputs)
+    expected = [model.first.weight.nbytes, *(t.nbytes for t in inputs)]
+    assert sorted(e.nbytes for e in ledger.copies("h2d")) == sorted(expected)
+    assert count.h2d_bytes - before == sum(expected)
+
+
+@torch.no_grad()
+def test_bound_weights_do_not_cross_at_later_calls(
+    model: TwoLayers, inputs: tuple[torch.Tensor, torch.Tensor], target: str
+) -> None:
+    compiled = torch.compile(model, backend="npu_iree", options={"target": target})
+    compiled(*inputs)
+    with npu_iree.record_transfers() as ledger:
+        compiled(*inputs)
+    assert len(ledger.transfers) == 3  # two inputs and the result
+
+
+@torch.no_grad()
+def test_reading_a_weight_binds_nothing_again(
+    model: TwoLayers, inputs: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    compiled = torch.compile(model, backend="npu_iree")
+    compiled(*inputs)
+    model(*inputs)
+    str(model.first.weight)
+    sum(p.abs().sum() for p in model.parameters())
+    with npu_iree.record_transfers() as ledger:
+        compiled(*inputs)
+    assert not [e for e in ledger.transfers if e.reason == "it has changed"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("source", ["numpy", "mapped file", "shared memory"])
+def test_memory_that_cannot_be_watched_is_passed_at_each_call(source: str, tmp_path: Path) -> None:
+    values = torch.randn(8, 8)
+    if source == "numpy":
+        array = values.numpy().copy()
+        weight = torch.from_numpy(array)
+    elif source == "mapped file":
+        values.numpy().tofile(tmp_path / "w.bin")
+        weight = torch.from_file(str(tmp_path / "w.bin"), shared=False, size=64).reshape(8, 8)
+        array = weight.numpy()
+    else:
+        weight = values.share_memory_()
+        array = weight.numpy()
+    model = torch.nn.Linear(8, 8, bias=False)
+    model.weight = torch.nn.Parameter(weight)
+    compiled = torch.compile(model, backend="npu_iree")
+    x = torch.randn(4, 8)
+    assert_same(compiled(x), model(x))
+    array[:] = np.float32(0.5)
+    assert_same(compiled(x), model(x))
+
+
+@torch.no_grad()
+def test_bind_weights_off_honours_views_taken_before_the_first_call() -> None:
+    model = torch.nn.Linear(8, 8)
+    array = model.weight.detach().numpy()
+    compiled = torch.compile(model, backend="npu_iree", options={"bind_weights": False})
+    x = torch.randn(4, 8)
+    assert_same(compiled(x), model(x))
+    array[:] = 2.0
+    assert_same(compiled(x), model(x))
+    assert (model.weight == 2.0).all()
+
+
+@torch.no_grad()
+def test_the_users_aliases_of_a_weight_stay_aliases(
+    model: TwoLayers, inputs: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    row = model.first.weight.detach()[0]
+    compiled = torch.compile(model, backend="npu_iree")
+    compiled(*inputs)
+    row.fill_(7.0)
+    assert (model.first.weight[0] == 7.0).all()
+    assert_same(compiled(*inputs), model(*inputs))
+
+
+@torch.no_grad()
+def test_tied_weights_stay_tied(target: str) -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(10, 8)
+            self.head = torch.nn.Linear(8, 10, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, i: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.tanh(self.embed(i)))
+
+    model, i = Tied(), torch.randint(0, 10, (5,))
+    compiled = torch.compile(model, backend="npu_iree", options={"target": target})
+    assert_same(compiled(i), model(i))
+    model.head.weight.mul_(3)
+    assert_same(compiled(i), model(i))
+
+
+@torch.no_grad()
+def test_two_graphs_share_a_weight_and_both_see_its_change(counts: Counter[str]) -> None:
+    layer = torch.nn.Linear(8, 8)
+    one = torch.compile(lambda x: layer(x).relu(), backend="npu_iree")
+    two = torch.compile(lambda x: layer(x).tanh(), backend="npu_iree")
+    x = torch.randn(4, 8)
+    one(x), two(x)
+    layer.weight.mul_(2)
+    assert_same(one(x), layer(x).relu())
+    assert_same(two(x), layer(x).tanh())
+    assert counts["compiles"] == 2
