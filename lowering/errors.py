@@ -1,4 +1,4 @@
-"""The errors a caller of the stack can handle, one class per situation; `NpuIreeError` is the root."""
+"""The errors a caller can handle, one class per situation; `NpuIreeError` is the root."""
 
 from __future__ import annotations
 

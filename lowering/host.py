@@ -6,7 +6,7 @@ import copy
 
 from torch import fx
 
-from lowering.partition import Segment
+from lowering.segments import Segment
 
 
 def extract_host(segment: Segment) -> fx.GraphModule:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from lowering.errors import HostOp
-from lowering.partition import DEVICE, Partition, Segment
+from lowering.partition import Partition
 from lowering.region import Region
+from lowering.segments import DEVICE, Segment
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A device region as the compiler sees it: a graph of its own, and the signature of its boundary."""
+"""A device region as the compiler sees it: a graph of its own, with a signature."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import fx
 
 from lowering.dtypes import dtype_name
 from lowering.errors import HostOp
-from lowering.partition import MOVE_OPS, Segment
+from lowering.nodes import MOVE_OPS
+from lowering.segments import Segment
 from lowering.source import SourceLine, user_line
 
 aten = torch.ops.aten
@@ -72,7 +73,9 @@ class Signature:
 
     def __str__(self) -> str:
         bound = f" [{len(self.parameters)} bound]" if self.parameters else ""
-        return f"({', '.join(map(str, self.inputs))}){bound} -> ({', '.join(map(str, self.outputs))})"
+        return (
+            f"({', '.join(map(str, self.inputs))}){bound} -> ({', '.join(map(str, self.outputs))})"
+        )
 
 
 @dataclass(frozen=True)
@@ -194,9 +197,7 @@ def _give(graph: fx.Graph, node: fx.Node, source: fx.Node) -> fx.Node:
     return _permute(graph, node, order, value.permute(order))
 
 
-def _permute(
-    graph: fx.Graph, node: fx.Node, order: Sequence[int], value: torch.Tensor
-) -> fx.Node:
+def _permute(graph: fx.Graph, node: fx.Node, order: Sequence[int], value: torch.Tensor) -> fx.Node:
     permuted = graph.call_function(aten.permute.default, (node, list(order)))
     permuted.meta["val"] = value
     return permuted

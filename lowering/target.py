@@ -1,4 +1,4 @@
-"""What the compiler may know of a target, as one frozen value; it is also the target's cache key."""
+"""What the compiler may know of a target, as one frozen value: also its part of a cache key."""
 
 from __future__ import annotations
 

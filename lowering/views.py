@@ -7,36 +7,37 @@ them first, and only then splitting, is right.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch._prims_common import infer_size
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-Size = int | torch.SymInt
+Size: TypeAlias = Any  # int or SymInt
+_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 
 
-def view(tensor: torch.Tensor, size: Sequence[Size]) -> torch.Tensor:
+def view(tensor: torch.Tensor, size: Sequence[Size]) -> Any:
     """Decompose `aten.view`: merged dimensions become `prims.collapse`, the rest stays a view.
 
     Before: %1 = aten.view(%0, [s0*s1, 8, 8])                      with %0 of [s0, s1, 64]
     After:  %1 = prims.collapse(%0, 0, 1); %2 = aten.view(%1, [s0*s1, 8, 8])
     """
     if all(isinstance(s, int) for s in (*tensor.shape, *size)):
-        return NotImplemented
+        return _UNCHANGED
     groups = shared_factors(tensor.shape, infer_size(tuple(size), tensor.numel()))
     if groups is None or all(count == 1 for count, _ in groups):
-        return NotImplemented  # nothing is merged
+        return _UNCHANGED  # nothing is merged
+    collapsed: Any = tensor
     for axis, (count, _) in enumerate(groups):
         if count > 1:
-            tensor = torch.ops.prims.collapse(tensor, axis, axis + count - 1)
-    if tensor.dim() == len(size):
-        return tensor
-    return torch.ops.aten.view.default(tensor, [s for _, sizes in groups for s in sizes])
+            collapsed = torch.ops.prims.collapse(collapsed, axis, axis + count - 1)
+    if collapsed.dim() == len(size):
+        return collapsed
+    return torch.ops.aten.view.default(collapsed, [s for _, sizes in groups for s in sizes])
 
 
-def shared_factors(
-    old: Sequence[Size], new: Sequence[Size]
-) -> list[tuple[int, list[Size]]] | None:
+def shared_factors(old: Sequence[Size], new: Sequence[Size]) -> list[tuple[int, list[Size]]] | None:
     """Match dimensions of two shapes of one size: groups whose products are equal.
 
     Returns:

@@ -1,4 +1,4 @@
-"""PyTorch for an NPU: `torch.compile(model, backend="npu_iree")` on opaque, asynchronous handles."""
+"""PyTorch for an NPU: `torch.compile(model, backend="npu_iree")` on asynchronous handles."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# name -> module; loaded at first use, so that `import npu_iree` loads no compiler and opens nothing.
+# name -> module; loaded at first use: `import npu_iree` loads no compiler and opens nothing.
 _PUBLIC = {
     "CompileTarget": "lowering.target",
     "Device": "npu_iree.device",
@@ -31,7 +31,7 @@ _PUBLIC = {
     "record_transfers": "npu_iree.transfers",
     "targets": "npu_iree.targets",
 }
-__all__ = sorted(_PUBLIC)  # noqa: PLE0605
+__all__ = sorted(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:

@@ -27,7 +27,12 @@ class DeviceArray:
     __slots__ = ("__weakref__", "_view", "device", "dtype", "ready", "shape")
 
     def __init__(
-        self, device: Device, view: Any, shape: tuple[int, ...], dtype: torch.dtype, ready: Timepoint
+        self,
+        device: Device,
+        view: Any,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        ready: Timepoint,
     ) -> None:
         self.device = device
         self.shape = shape

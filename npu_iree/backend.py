@@ -27,11 +27,11 @@ from lowering.region import Region, extract_region
 from npu_iree.device import open_device
 from npu_iree.errors import OptionError
 from npu_iree.executable import Executable
+from npu_iree.frozen import can_freeze
 from npu_iree.options import Options
 from npu_iree.runner import Runner
 from npu_iree.settings import Settings
 from npu_iree.versions import check_versions
-from npu_iree.weights import can_bind
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def npu_iree(
 
 @dataclass(frozen=True)
 class _Source:
-    """Dynamo's side of a graph: AOTAutograd keeps its inputs' order, but neither names nor tensors."""
+    """Dynamo's side of a graph: AOTAutograd keeps the order of inputs, not names nor tensors."""
 
     inputs: tuple[Any, ...]
     names: tuple[str, ...]
@@ -106,9 +106,9 @@ def plan_graph(
     refused = [op for op in parts.host_ops.values() if op.kind in ("unsupported", "failed")]
     if options.fallback == "error" and refused:
         raise UnsupportedOpError(options.target, refused)
-    bound = {
-        n for n, t in captured.constants.items() if t.numel() > INLINE_CONSTANT_ELEMENTS
-    } | (captured.weights if options.bind_weights else set())
+    bound = {n for n, t in captured.constants.items() if t.numel() > INLINE_CONSTANT_ELEMENTS} | (
+        captured.weights if options.bind_weights else set()
+    )
     regions = [extract_region(segment, bound) for segment in parts.regions]
     return parts, build_plan(parts, regions)
 
@@ -170,7 +170,9 @@ def _compile_plan(
             except StageError as error:
                 if options.fallback == "error":
                     raise
-                failed |= dict.fromkeys(segment.nodes, f"the compiler refused it: {error.diagnostics}")
+                failed |= dict.fromkeys(
+                    segment.nodes, f"the compiler refused it: {error.diagnostics}"
+                )
                 log.warning("graph %d: %s goes to the host: %s", number, region.name, error)
                 break
         else:
@@ -184,7 +186,9 @@ def _compile_region(region: Region, options: Options, number: int) -> Artifact:
     folder = dump / f"graph{number}" / region.name if dump else None
     target = options.target_value.compile
     artifact = compile_region(region, target, flags=options.flags, dump=folder)
-    log.debug("graph %d: %s %s: %d bytes", number, region.name, region.signature, len(artifact.vmfb))
+    log.debug(
+        "graph %d: %s %s: %d bytes", number, region.name, region.signature, len(artifact.vmfb)
+    )
     return artifact
 
 
@@ -196,8 +200,9 @@ def _bindable_weights(inputs: Sequence[Any]) -> Sequence[int]:
     metadata = context.fw_metadata
     mutated = set(metadata.mutated_inp_runtime_indices)
     return [
-        i for i in metadata.static_input_indices
-        if i not in mutated and isinstance(inputs[i], torch.Tensor) and can_bind(inputs[i])
+        i
+        for i in metadata.static_input_indices
+        if i not in mutated and isinstance(inputs[i], torch.Tensor) and can_freeze(inputs[i])
     ]
 
 
@@ -209,4 +214,3 @@ def _report(number: int, plan: Plan) -> None:
         listed = "\n  ".join(map(str, unsupported))
         log.warning("graph %d: %d ops run on the host:\n  %s", number, len(unsupported), listed)
     log.debug("graph %d: plan:\n%s", number, plan)
-

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
-from iree.runtime import _binding as hal  # type: ignore[attr-defined]
+from iree.runtime import _binding as hal
 
 from lowering.dtypes import DTYPE_NAMES
 from npu_iree.array import DeviceArray
 from npu_iree.errors import DeviceError, NpuIreeError, TargetError
+from npu_iree.frozen import address_of
 from npu_iree.memory import MEMORIES, Memory
 from npu_iree.targets import Target, find_target
 from npu_iree.timeline import NOW, Gate, Timepoint, Work, joined, wait_all
@@ -36,9 +37,9 @@ class Device:
     def __init__(self, target: Target) -> None:
         check_versions("torch", "iree-base-runtime")
         try:
-            self.hal = hal.get_cached_hal_driver(target.driver.partition("://")[0]).create_device_by_uri(
-                target.driver
-            )
+            self.hal = hal.get_cached_hal_driver(
+                target.driver.partition("://")[0]
+            ).create_device_by_uri(target.driver)
         except (RuntimeError, ValueError) as error:
             raise TargetError(
                 f"cannot open a device for target {target.name!r} (driver {target.driver}): {error}"
@@ -185,6 +186,17 @@ def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's values in memory of their own: contiguous, aligned, nothing lazy."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype)
     return copy.copy_(tensor.detach())
+
+
+def why_not_in_place(stored: torch.Tensor, alignment_bytes: int) -> str:
+    """Say why a tensor's memory cannot be used as it is; empty if it can."""
+    if not stored.is_contiguous():
+        return "not dense in the order that was compiled for"
+    if stored.is_conj() or stored.is_neg():
+        return "a lazy conjugate or negative"
+    if address_of(stored) % alignment_bytes:
+        return f"not aligned to {alignment_bytes} bytes"
+    return ""
 
 
 def _all_of(points: Sequence[Timepoint]) -> Timepoint:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from iree.runtime import _binding as hal  # type: ignore[attr-defined]
+from iree.runtime import _binding as hal
 
 from lowering.artifact import ENTRY, PARAMETER_SCOPE, Artifact, bind_function, parameter_name
 from lowering.dtypes import DTYPES
@@ -76,7 +76,9 @@ class Executable:
         inputs.push_ref(signal)
         with self._lock:
             self._context.invoke(function, inputs, hal.VmVariantList(0))
-        point = Timepoint(signal, Work(f"bind {parameter_name(index)} of {self.artifact.name}"), ahead)
+        point = Timepoint(
+            signal, Work(f"bind {parameter_name(index)} of {self.artifact.name}"), ahead
+        )
         self._bound = [point]
 
     def __call__(self, *args: DeviceArray | int | float | bool) -> list[DeviceArray]:
@@ -125,4 +127,3 @@ def _static(spec: TensorSpec) -> tuple[int, ...] | None:
 
 def _all_int(sizes: Sequence[int | str]) -> bool:
     return all(isinstance(s, int) for s in sizes)
-

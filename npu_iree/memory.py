@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from iree.runtime import _binding as hal  # type: ignore[attr-defined]
+from iree.runtime import _binding as hal
 
+from npu_iree.frozen import bytes_at
 from npu_iree.timeline import Timepoint, Work, joined, new_fence
 
 _DEVICE_LOCAL = int(hal.MemoryType.DEVICE_LOCAL)
@@ -148,9 +148,7 @@ class DiscreteMemory:
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
-    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    memory.owner = tensor
-    return memory
+    return bytes_at(tensor.data_ptr(), tensor.nbytes, owner=tensor)
 
 
 MEMORIES: dict[str, type[UnifiedMemory] | type[DiscreteMemory]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +15,13 @@ from lowering.plan import Free, Gather, Host, Invoke, Plan, Put, Scalar, Step, V
 from lowering.region import TensorSpec, inverse
 from lowering.source import user_line
 from npu_iree.array import DeviceArray
-from npu_iree.device import Device, dense_copy
+from npu_iree.device import Device, dense_copy, why_not_in_place
 from npu_iree.errors import DeviceError, InternalError
 from npu_iree.executable import Executable
+from npu_iree.frozen import address_of, frozen, is_lazy_copy
 from npu_iree.timeline import wait_all
 from npu_iree.transfers import Transfer, is_watched, record
-from npu_iree.weights import BoundWeight, address_of, frozen
+from npu_iree.weights import Weights
 
 # The places of a call: a value's bytes on the host (or a number), and its handle.
 _Environment = tuple[list[Any], list[DeviceArray | None]]
@@ -67,7 +67,7 @@ class Runner:
         if self._frees:
             self._steps = [self._prepare(step) for step in plan.steps]
         self._constants = [(self._index[n], constants[n]) for n in plan.constants]
-        self._weights = _Weights(plan, device, executables, constants)
+        self._weights = Weights(plan, device, executables, constants)
         self._results = [
             (self._index[o.name], None) if isinstance(o, Value) else (-1, o) for o in plan.outputs
         ]
@@ -150,22 +150,22 @@ class Runner:
         if tensor.requires_grad:
             tensor = tensor.detach()
         stored = tensor if crossing.back is None else tensor.permute(crossing.order)
-        problem = _why_not_in_place(stored, device.target.alignment_bytes)
+        problem = why_not_in_place(stored, device.target.alignment_bytes)
         if is_watched():
             mode = "staged" if problem else device.crossing_mode
-            record(Transfer(
-                "h2d", mode, tensor.nbytes, crossing.name, "the device", crossing.where, problem
-            ))
+            record(
+                Transfer(
+                    "h2d", mode, tensor.nbytes, crossing.name, "the device", crossing.where, problem
+                )
+            )
         if problem:
             stored = dense_copy(stored)
-        elif torch._C._is_cow_tensor(stored):  # type: ignore[attr-defined]
+        elif is_lazy_copy(stored):
             stored = frozen(stored)
         view, ready = device.memory.put(stored, device.start_point(), crossing.name)
         return DeviceArray(device, view, tuple(stored.shape), stored.dtype, ready)
 
-    def _invoke_step(
-        self, region: str, inputs: Sequence[str], outputs: Sequence[str]
-    ) -> _RunStep:
+    def _invoke_step(self, region: str, inputs: Sequence[str], outputs: Sequence[str]) -> _RunStep:
         executable = self.executables[region]
         specs = self.plan.regions[region].signature.inputs
         sources = [
@@ -176,7 +176,7 @@ class Runner:
 
         def run(environment: _Environment) -> None:
             host, handles = environment
-            args = [handles[i] if is_tensor else host[i] for is_tensor, i in sources]
+            args: list[Any] = [handles[i] if is_tensor else host[i] for is_tensor, i in sources]
             for i, array in zip(targets, executable(*args), strict=True):
                 handles[i] = array
 
@@ -205,9 +205,7 @@ class Runner:
         names = ", ".join(c.name for c in crossings)
         record(Transfer("wait", "wait", 0, names, reader))
 
-    def _host_step(
-        self, segment: str, inputs: Sequence[str], outputs: Sequence[str]
-    ) -> _RunStep:
+    def _host_step(self, segment: str, inputs: Sequence[str], outputs: Sequence[str]) -> _RunStep:
         function = extract_host(self.plan.host_segments[segment]).forward
         sources = [self._index[name] for name in inputs]
         targets = [self._index[name] for name in outputs]
@@ -225,7 +223,8 @@ class Runner:
         places = {n: self._index[n.name] for n in node.all_input_nodes}
         target: Any = node.target
         is_size = target is torch.ops.aten.sym_size.int
-        crossing = self._crossings.get(node.args[0].name) if is_size else None  # type: ignore[union-attr]
+        source = node.args[0] if is_size else None
+        crossing = self._crossings.get(source.name) if isinstance(source, fx.Node) else None
 
         def run(environment: _Environment) -> None:
             host, handles = environment
@@ -255,7 +254,7 @@ class Runner:
             wait_all([h.ready for h in handles if h is not None])
 
     def _separate(self, results: list[Any], args: Sequence[Any]) -> None:
-        """Give results memory of their own where they came back in an argument's or each other's."""
+        """Give results memory of their own where it is an argument's or another result's."""
         taken = {_start_of(a) for a in args if isinstance(a, torch.Tensor)}
         for i in self._distinct:
             pointer = _start_of(results[i])
@@ -264,107 +263,9 @@ class Runner:
             taken.add(pointer)
 
 
-class _Weights:
-    """The weights that a runner's executables have bound: at the first call, then as they change."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        device: Device,
-        executables: dict[str, Executable],
-        constants: dict[str, torch.Tensor],
-    ) -> None:
-        self._device = device
-        self._lock = threading.Lock()
-        position = {name: i for i, name in enumerate(plan.inputs)}
-        self._uses = {
-            name: [
-                _WeightUse(n.name, spec.order, position.get(n.name, -1), constants.get(n.name))
-                for n, spec in zip(region.parameters, region.signature.parameters, strict=True)
-            ]
-            for name, region in plan.regions.items()
-            if region.parameters
-        }
-        self._executables = executables
-        self._checked = [u for uses in self._uses.values() for u in uses if u.constant is None]
-        self._positions = [use.position for use in self._checked]
-        self._addresses: list[int] | None = None if self._uses else []
-
-    def refresh(self, args: Sequence[Any]) -> None:
-        """Bind the weights that are not, or no longer, what was bound."""
-        if [address_of(args[i]) for i in self._positions] == self._addresses:
-            return
-        with self._lock:
-            for region, uses in self._uses.items():
-                self._renew(self._executables[region], uses, args)
-            self._addresses = [use.address for use in self._checked]
-
-    def _renew(
-        self, executable: Executable, uses: Sequence[_WeightUse], args: Sequence[Any]
-    ) -> None:
-        changed = [i for i, use in enumerate(uses) if not use.is_current(args)]
-        is_first = any(use.bound is None for use in uses)
-        for i in changed:
-            uses[i].bound = BoundWeight(uses[i].weight(args), uses[i].order)
-        if is_first or len(changed) == len(uses) or not all(map(executable.can_rebind, changed)):
-            reason = "bound once" if is_first else "it has changed"
-            executable.load([self._hand_over(use, executable, reason) for use in uses])
-            return
-        for i in changed:
-            stored = self._hand_over(uses[i], executable, "it has changed")
-            view, ready = self._device.memory.put(
-                stored, self._device.start_point(), uses[i].name
-            )
-            array = DeviceArray(self._device, view, tuple(stored.shape), stored.dtype, ready)
-            executable.rebind(i, array)
-
-    def _hand_over(self, use: _WeightUse, executable: Executable, reason: str) -> torch.Tensor:
-        """Return the bytes to give to the device, and enter them into the ledger."""
-        assert use.bound is not None
-        tensor = use.bound.tensor
-        problem = _why_not_in_place(tensor, self._device.target.alignment_bytes)
-        if is_watched():
-            mode = "staged" if problem else self._device.crossing_mode
-            owner = executable.artifact.name
-            record(Transfer("h2d", mode, tensor.nbytes, use.name, owner, "", reason))
-        return dense_copy(tensor) if problem else tensor
-
-
-@dataclass
-class _WeightUse:
-    """One parameter of one region: which argument or constant it is, and what is bound now."""
-
-    name: str
-    order: tuple[int, ...]
-    position: int
-    constant: torch.Tensor | None
-    bound: BoundWeight | None = None
-
-    @property
-    def address(self) -> int:
-        return self.bound.address if self.bound is not None else -1
-
-    def weight(self, args: Sequence[Any]) -> torch.Tensor:
-        return args[self.position] if self.constant is None else self.constant  # type: ignore[no-any-return]
-
-    def is_current(self, args: Sequence[Any]) -> bool:
-        return self.bound is not None and self.bound.is_current(self.weight(args))
-
-
-def _why_not_in_place(stored: torch.Tensor, alignment_bytes: int) -> str:
-    """Say why a tensor's memory cannot be used as it is; empty if it can."""
-    if not stored.is_contiguous():
-        return "not dense in the order that was compiled for"
-    if stored.is_conj() or stored.is_neg():
-        return "a lazy conjugate or negative"
-    if address_of(stored) % alignment_bytes:
-        return f"not aligned to {alignment_bytes} bytes"
-    return ""
-
-
 def _start_of(tensor: torch.Tensor) -> int:
     """Return where a tensor's storage begins; reading it does not end a copy-on-write."""
-    return int(address_of(tensor)) - tensor.storage_offset() * tensor.element_size()
+    return address_of(tensor) - int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _shape_only(array: DeviceArray | None, crossing: _Crossing | None) -> torch.Tensor:
@@ -382,7 +283,8 @@ def _may_share_memory(plan: Plan) -> list[int]:
         for node, spec in zip(region.outputs, region.signature.outputs, strict=True)
     }
     return [
-        i for i, o in enumerate(plan.outputs)
+        i
+        for i, o in enumerate(plan.outputs)
         if isinstance(o, Value) and o.name in specs and specs[o.name].alias_of
     ]
 

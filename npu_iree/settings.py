@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -23,6 +23,6 @@ class Settings:
         dump = os.environ.get("NPU_IREE_DUMP")
         return cls(dump=Path(dump) if dump else None)
 
-    def rows(self) -> list[tuple[str, str]]:
-        """Return (variable, value) of every setting, for the command line."""
-        return [(f"NPU_IREE_{f.name.upper()}", str(getattr(self, f.name) or "")) for f in fields(self)]
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Return (variable, value, meaning) of every setting, for the command line."""
+        return [("NPU_IREE_DUMP", str(self.dump or ""), "folder for every stage, with a repro.sh")]

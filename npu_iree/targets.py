@@ -54,23 +54,24 @@ class Target:
 
 
 _CPU_FLAG_SETS = (
-    (*_LLVM_CPU, "--iree-opt-level=O3", "--iree-opt-data-tiling", "--iree-llvmcpu-enable-ukernels=all"),
+    (
+        *_LLVM_CPU,
+        "--iree-opt-level=O3",
+        "--iree-opt-data-tiling",
+        "--iree-llvmcpu-enable-ukernels=all",
+    ),
     (*_LLVM_CPU, "--iree-opt-level=O3"),
     _LLVM_CPU,
 )
 _CPU_CONV_FLAGS = ("--iree-global-opt-use-im2col-for-convs",)
 
 NPU_LOCAL = Target(
-    compile=CompileTarget(
-        name="npu-local", flag_sets=_CPU_FLAG_SETS, conv_flags=_CPU_CONV_FLAGS
-    ),
+    compile=CompileTarget(name="npu-local", flag_sets=_CPU_FLAG_SETS, conv_flags=_CPU_CONV_FLAGS),
     driver="local-task",
     memory="unified",
 )
 NPU_VIRTUAL = Target(
-    compile=CompileTarget(
-        name="npu-virtual", flag_sets=_CPU_FLAG_SETS, conv_flags=_CPU_CONV_FLAGS
-    ),
+    compile=CompileTarget(name="npu-virtual", flag_sets=_CPU_FLAG_SETS, conv_flags=_CPU_CONV_FLAGS),
     driver="local-task",
     memory="discrete",
 )
@@ -97,7 +98,9 @@ def targets() -> dict[str, Target]:
         try:
             target = entry.load()
         except Exception as error:
-            raise TargetError(f"cannot load target {entry.name!r} ({entry.value}): {error}") from error
+            raise TargetError(
+                f"cannot load target {entry.name!r} ({entry.value}): {error}"
+            ) from error
         if not isinstance(target, Target):
             raise TargetError(f"{entry.value} is no npu_iree.Target but {type(target).__name__}")
         if found.setdefault(target.name, target) is not target:

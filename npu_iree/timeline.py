@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from iree.runtime import _binding as hal  # type: ignore[attr-defined]
+from iree.runtime import _binding as hal
 
 from npu_iree.errors import DeviceError, DeviceTimeoutError
 

@@ -17,7 +17,7 @@ class Transfer:
 
     Attributes:
         kind: `h2d` (to the device), `d2h` (from it) or `wait` (the host stood still).
-        mode: `staged` (bytes were copied), `aliased` (the same memory serves both sides), or `wait`.
+        mode: `staged` (bytes were copied), `aliased` (one memory serves both sides), or `wait`.
         nbytes: size in bytes; 0 for a wait.
         value: what moved: the name of a value of the graph, or of a weight.
         owner: the region or host segment that needed it.
@@ -70,7 +70,9 @@ class Ledger:
     def __str__(self) -> str:
         lines = [f"{i + 1:3d}. {entry}" for i, entry in enumerate(self.entries)]
         copied = f"{self.nbytes('h2d')} bytes copied in, {self.nbytes('d2h')} out"
-        return "\n".join([*lines, f"{len(self.transfers)} transfers ({copied}), {len(self.waits)} waits"])
+        return "\n".join(
+            [*lines, f"{len(self.transfers)} transfers ({copied}), {len(self.waits)} waits"]
+        )
 
 
 @dataclass

@@ -1,75 +1,112 @@
-"""Weights that are bound once: how a later change of one is noticed, whoever makes it.
-
-A version counter does not see `p.data.mul_(2)`, and a data pointer sees no write in place. PyTorch's
-copy-on-write does: while we hold a lazy clone of a weight's storage, the first write through any
-alias of that storage moves it to new memory, and the address tells. Reading never moves it. The
-clone also keeps the bytes that the device was given, so they cannot change under it.
-Source: `torch._lazy_clone`, c10/core/impl/COW.h.
-"""
+"""The weights that a graph's executables have bound: once, and again when the user changes one."""
 
 from __future__ import annotations
 
-import ctypes
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-# Where a tensor's bytes are. Unlike `data_ptr()` this does not end a copy-on-write.
-address_of = torch._C._data_address
+from lowering.plan import Plan
+from npu_iree.array import DeviceArray
+from npu_iree.device import Device, dense_copy, why_not_in_place
+from npu_iree.executable import Executable
+from npu_iree.frozen import address_of, frozen
+from npu_iree.transfers import Transfer, is_watched, record
 
 
-class BoundWeight:
-    """One weight as it was when it was bound.
+class Weights:
+    """What a runner's executables have bound: at the first call, then as it changes."""
 
-    Attributes:
-        address: where the user's tensor was.
-        tensor: the bytes, dense in the order that the region wants; never written to.
-    """
+    def __init__(
+        self,
+        plan: Plan,
+        device: Device,
+        executables: dict[str, Executable],
+        constants: dict[str, torch.Tensor],
+    ) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        position = {name: i for i, name in enumerate(plan.inputs)}
+        self._uses = {
+            name: [
+                WeightUse(n.name, spec.order, position.get(n.name, -1), constants.get(n.name))
+                for n, spec in zip(region.parameters, region.signature.parameters, strict=True)
+            ]
+            for name, region in plan.regions.items()
+            if region.parameters
+        }
+        self._executables = executables
+        self._checked = [u for uses in self._uses.values() for u in uses if u.constant is None]
+        self._positions = [use.position for use in self._checked]
+        self._addresses: list[int] | None = None if self._uses else []
 
-    __slots__ = ("address", "tensor")
+    def refresh(self, args: Sequence[Any]) -> None:
+        """Bind the weights that are not, or no longer, what was bound."""
+        if [address_of(args[i]) for i in self._positions] == self._addresses:
+            return
+        with self._lock:
+            for region, uses in self._uses.items():
+                self._renew(self._executables[region], uses, args)
+            self._addresses = [use.address for use in self._checked]
 
-    def __init__(self, weight: torch.Tensor, order: Sequence[int]) -> None:
-        self.tensor = frozen(weight).permute(tuple(order))
+    def _renew(
+        self, executable: Executable, uses: Sequence[WeightUse], args: Sequence[Any]
+    ) -> None:
+        changed = [i for i, use in enumerate(uses) if not use.is_current(args)]
+        is_first = any(not use.is_bound for use in uses)
+        for i in changed:
+            uses[i].bind(args)
+        if is_first or len(changed) == len(uses) or not all(map(executable.can_rebind, changed)):
+            reason = "bound once" if is_first else "it has changed"
+            executable.load([self._hand_over(use, executable, reason) for use in uses])
+            return
+        for i in changed:
+            stored = self._hand_over(uses[i], executable, "it has changed")
+            view, ready = self._device.memory.put(stored, self._device.start_point(), uses[i].name)
+            array = DeviceArray(self._device, view, tuple(stored.shape), stored.dtype, ready)
+            executable.rebind(i, array)
+
+    def _hand_over(self, use: WeightUse, executable: Executable, reason: str) -> torch.Tensor:
+        """Return the bytes to give to the device, and enter them into the ledger."""
+        tensor = use.stored
+        problem = why_not_in_place(tensor, self._device.target.alignment_bytes)
+        if is_watched():
+            mode = "staged" if problem else self._device.crossing_mode
+            owner = executable.artifact.name
+            record(Transfer("h2d", mode, tensor.nbytes, use.name, owner, "", reason))
+        return dense_copy(tensor) if problem else tensor
+
+
+class WeightUse:
+    """One parameter of one region: which argument or constant it is, and what is bound now."""
+
+    def __init__(
+        self, name: str, order: Sequence[int], position: int, constant: torch.Tensor | None
+    ) -> None:
+        self.name = name
+        self.position = position
+        self.constant = constant
+        self._order = tuple(order)
+        self.address = -1
+        self.stored = torch.empty(0)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether there is a value at all."""
+        return self.address != -1
+
+    def is_current(self, args: Sequence[Any]) -> bool:
+        """Say whether what is bound is what the arguments of this call hold."""
+        return address_of(self._weight(args)) == self.address
+
+    def bind(self, args: Sequence[Any]) -> None:
+        """Freeze what the arguments of this call hold, in the order that the region wants."""
+        weight = self._weight(args)
+        self.stored = frozen(weight).permute(self._order)
         self.address = address_of(weight)
 
-    def is_current(self, weight: torch.Tensor) -> bool:
-        """Say whether `weight` still is what was bound."""
-        return bool(address_of(weight) == self.address)
-
-
-def can_bind(weight: torch.Tensor) -> bool:
-    """Say whether every change of this weight can be noticed.
-
-    It can for memory that PyTorch itself allocated. Memory of others (mapped files, NumPy, shared
-    memory) cannot be watched: such weights are passed at each call, in place where alignment
-    allows.
-    """
-    if isinstance(weight, FakeTensor) or weight.device.type != "cpu":
-        return False
-    if weight.layout is not torch.strided or weight.numel() == 0:
-        return False
-    try:
-        with unset_fake_temporarily():
-            torch._lazy_clone(weight.detach())
-    except RuntimeError:
-        return False
-    return True
-
-
-def frozen(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the same bytes that stay as they are, whatever happens to `tensor`.
-
-    From now on `tensor` is copied at the first write to it. The result is for reading only; it may
-    be handed to DLPack, which would end the copy-on-write of `tensor` itself.
-
-    Raises:
-        RuntimeError: PyTorch did not allocate the memory.
-    """
-    clone = torch._lazy_clone(tensor.detach())
-    storage = clone.untyped_storage()
-    offset = clone.storage_offset() * clone.element_size()
-    memory = (ctypes.c_char * storage.nbytes()).from_address(address_of(clone) - offset)
-    memory.owner = clone
-    whole = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
-    return whole.as_strided(clone.size(), clone.stride(), clone.storage_offset())
+    def _weight(self, args: Sequence[Any]) -> torch.Tensor:
+        weight: torch.Tensor = args[self.position] if self.constant is None else self.constant
+        return weight

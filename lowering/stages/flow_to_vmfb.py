@@ -206,11 +206,15 @@ def _make_mutable(module: Any, symbols: set[str]) -> None:
         if op.name == "util.global" and attributes["sym_name"].value in symbols:
             attributes["is_mutable"] = ir.UnitAttr.get()
         elif op.name == "util.global.load" and attributes["global"].value in symbols:
-            if "is_immutable" in attributes:
-                del attributes["is_immutable"]
+            _discard(attributes, "is_immutable")
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)
+
+
+def _discard(attributes: Any, name: str) -> None:
+    if name in attributes:
+        del attributes[name]
 
 
 def _global_name(op: Any) -> str:

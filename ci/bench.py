@@ -1,0 +1,137 @@
+"""Measure calls against eager and Inductor: ratios within one run, rounds interleaved.
+
+python ci/bench.py                  every case
+python ci/bench.py call linear      some
+python ci/bench.py --json out.json  the figures as data, too
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+BACKENDS = ("npu_iree", "inductor")
+Call = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured line: medians over rounds, in microseconds; ratios are medians of rounds."""
+
+    case: str
+    backend: str
+    median_us: float
+    spread_us: float
+    ratio_to_eager: float
+    note: str = ""
+
+
+def measure(calls: dict[str, Call], rounds: int, repeat: int) -> dict[str, list[float]]:
+    """Time each call `repeat` times a round, all of them in every round; microseconds a call."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            for _ in range(repeat):
+                call()
+            times[name].append((time.perf_counter() - started) / repeat * 1e6)
+    return times
+
+
+def figures(case: str, times: dict[str, list[float]]) -> list[Figure]:
+    """Turn rounds into figures; the ratio is taken within each round."""
+    return [
+        Figure(
+            case,
+            name,
+            statistics.median(values),
+            statistics.quantiles(values, n=4)[2] - statistics.quantiles(values, n=4)[0],
+            statistics.median(v / e for v, e in zip(values, times["eager"], strict=True)),
+        )
+        for name, values in times.items()
+    ]
+
+
+def compiled(function: Callable[..., object], *args: object) -> dict[str, Call]:
+    """Give the calls to compare: eager and each backend, on the same arguments."""
+    calls: dict[str, Call] = {"eager": lambda: function(*args)}
+    for backend in BACKENDS:
+        fast = torch.compile(function, backend=backend)
+        calls[backend] = lambda fast=fast: fast(*args)  # type: ignore[misc]
+    return calls
+
+
+def call() -> list[Figure]:
+    """What one call costs: a one-element add, and the same without Dynamo's guards.
+
+    The guards are what `backend="eager"` costs over the add itself.
+    """
+    x = torch.ones(1)
+
+    def add(value: torch.Tensor) -> torch.Tensor:
+        return value + 1
+
+    calls = compiled(add, x)
+    guarded = torch.compile(add, backend="eager")
+    calls["dynamo alone"] = lambda: guarded(x)
+    times = measure(calls, rounds=25, repeat=400)
+    guards = [g - e for g, e in zip(times["dynamo alone"], times["eager"], strict=True)]
+    times["npu_iree without guards"] = [
+        t - g for t, g in zip(times["npu_iree"], guards, strict=True)
+    ]
+    return figures("one-element add", times)
+
+
+def linear() -> list[Figure]:
+    """A batch-1 Linear 4096x4096: whether weights are read in place, once."""
+    model, x = torch.nn.Linear(4096, 4096), torch.randn(1, 4096)
+    return figures("linear 4096 batch 1", measure(compiled(model, x), rounds=15, repeat=5))
+
+
+def mlp() -> list[Figure]:
+    """An MLP 512-2048-512 at batch 64."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512)
+    )
+    x = torch.randn(64, 512)
+    return figures("mlp 512-2048-512 batch 64", measure(compiled(model, x), rounds=15, repeat=10))
+
+
+CASES = {"call": call, "linear": linear, "mlp": mlp}
+
+
+def main() -> None:
+    """Run the cases that were asked for, print a table, and write JSON if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    args = parser.parse_args()
+    if unknown := set(args.cases) - set(CASES):
+        parser.error(f"no case {', '.join(sorted(unknown))}; there are: {', '.join(CASES)}")
+    found: list[Figure] = []
+    print(f"{'case':28} {'backend':24} {'us/call':>12} {'+-':>10} {'of eager':>9}")
+    with torch.no_grad():
+        for name in args.cases or CASES:
+            for figure in CASES[name]():
+                found.append(figure)
+                print(
+                    f"{figure.case:28} {figure.backend:24} {figure.median_us:12.1f} "
+                    f"{figure.spread_us:10.1f} {figure.ratio_to_eager:9.2f}"
+                )
+    if args.json:
+        run = {"machine": platform.processor(), "threads": torch.get_num_threads()}
+        args.json.write_text(json.dumps({**run, "figures": [asdict(f) for f in found]}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

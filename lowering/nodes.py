@@ -1,0 +1,92 @@
+"""What an FX node is to the partitioner: a number, a move, a source of random numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from lowering.decompositions import op_name
+
+# Views and copies: a region of these alone computes nothing, so it is not worth a transfer.
+MOVE_OPS = frozenset(
+    [
+        "aten.alias",
+        "aten.alias_copy",
+        "aten.as_strided",
+        "aten.clone",
+        "aten.copy",
+        "aten.detach",
+        "aten.diagonal",
+        "aten.expand",
+        "aten.lift_fresh_copy",
+        "aten.permute",
+        "aten.select",
+        "aten.slice",
+        "aten.split",
+        "aten.split_with_sizes",
+        "aten.squeeze",
+        "aten.t",
+        "aten.transpose",
+        "aten.unbind",
+        "aten.unfold",
+        "aten.unsqueeze",
+        "aten.view",
+        "aten.view_as_complex",
+        "aten.view_as_real",
+        "aten._reshape_alias",
+        "aten._to_copy",
+        "aten._unsafe_view",
+        "prims.collapse",
+    ]
+)
+# Made from nothing: alone they are not worth a region either.
+FACTORY_OPS = frozenset(
+    [
+        "aten.arange",
+        "aten.empty",
+        "aten.eye",
+        "aten.full",
+        "aten.linspace",
+        "aten.ones",
+        "aten.scalar_tensor",
+        "aten.zeros",
+    ]
+)
+
+_SIZE_OPS = frozenset(
+    {
+        torch.ops.aten.sym_size.int,
+        torch.ops.aten.sym_numel.default,
+    }
+)
+
+
+def is_scalar(node: fx.Node) -> bool:
+    """Say whether a node is arithmetic on sizes: no tensor's bytes are read or written."""
+    if node.op != "call_function" or not is_number(node.meta.get("val")):
+        return False
+    if node.target in _SIZE_OPS:
+        return True
+    return all(is_number(n.meta.get("val")) for n in node.all_input_nodes)
+
+
+def is_number(value: object) -> bool:
+    """Say whether a value is a number, symbolic or not."""
+    return isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def is_one_of(node: fx.Node, packets: frozenset[str]) -> bool:
+    """Say whether a node calls one of these ops, in any overload."""
+    return op_name(node.target).rpartition(".")[0] in packets
+
+
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Say whether a node reads and advances a random generator."""
+    target = node.target
+    seeded = torch.Tag.nondeterministic_seeded
+    return isinstance(target, torch._ops.OpOverload) and seeded in target.tags
+
+
+def is_subgraph(node: fx.Node) -> bool:
+    """Say whether a node is the body of a higher-order op, e.g. a branch of `torch.cond`."""
+    return node.op == "get_attr" and "val" not in node.meta

@@ -1,0 +1,221 @@
+"""Grow segments: nodes that run together on the device, or together on the host.
+
+Nodes are put on levels: a node's level is one more than that of a predecessor in the other space,
+and the same as that of one in its own space. Nodes of one level and space can therefore never
+depend on each other through another segment (every segment is convex, and the segments have no
+cycle). Within a level, what is not connected stays apart if it waits for, or is waited for by,
+different segments, so that independent regions can overlap.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import fx
+
+from lowering.nodes import draws_random_numbers, is_number, is_subgraph
+
+DEVICE, HOST = "device", "host"
+
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key")
+
+
+@dataclass
+class Segment:
+    """Nodes that run together, in graph order.
+
+    Attributes:
+        space: `device` or `host`.
+        nodes: the nodes.
+        name: `region0`, `region1`, ... or `host0`, `host1`, ...
+    """
+
+    space: str
+    nodes: list[fx.Node]
+    name: str = ""
+
+    @property
+    def inputs(self) -> tuple[fx.Node, ...]:
+        """Nodes outside the segment whose values it reads, in the order of first use."""
+        own = set(self.nodes)
+        used = itertools.chain.from_iterable(n.all_input_nodes for n in self.nodes)
+        return tuple(dict.fromkeys(n for n in used if n not in own and not is_subgraph(n)))
+
+    @property
+    def outputs(self) -> tuple[fx.Node, ...]:
+        """Nodes of the segment whose values somebody outside reads."""
+        own = set(self.nodes)
+        return tuple(
+            n
+            for n in self.nodes
+            if not is_number(n.meta.get("val")) and any(user not in own for user in n.users)
+        )
+
+
+def grow_segments(nodes: Sequence[fx.Node], on_host: Collection[fx.Node]) -> list[Segment]:
+    """Group nodes into segments, in an order that may be run.
+
+    Args:
+        nodes: the nodes that compute, in graph order.
+        on_host: those of them that run on the host.
+    """
+    space = {n: HOST if n in on_host else DEVICE for n in nodes}
+    parents = _dependencies(nodes, space)
+    levels = _levels(nodes, space, parents)
+    groups: dict[tuple[int, str], list[fx.Node]] = defaultdict(list)
+    for node in nodes:
+        groups[levels[node], space[node]].append(node)
+    components = [
+        Segment(where, part)
+        for (_, where), group in sorted(groups.items())
+        for part in _connected(group, parents)
+    ]
+    return _merge_alike(components, levels, parents)
+
+
+def _dependencies(
+    nodes: Sequence[fx.Node], space: Mapping[fx.Node, str]
+) -> dict[fx.Node, list[fx.Node]]:
+    """Give the compute nodes each node waits for: by data, through scalars, or by side effect."""
+    parents: dict[fx.Node, list[fx.Node]] = {}
+    last_effect: fx.Node | None = None
+    for node in nodes:
+        found: dict[fx.Node, None] = {}
+        stack = list(node.all_input_nodes)
+        while stack:
+            parent = stack.pop()
+            if parent in space:
+                found[parent] = None
+            elif parent.op == "call_function":
+                stack += parent.all_input_nodes
+        if draws_random_numbers(node) or node.is_impure():
+            if last_effect is not None:
+                found[last_effect] = None
+            last_effect = node
+        parents[node] = list(found)
+    return parents
+
+
+def _levels(
+    nodes: Sequence[fx.Node],
+    space: Mapping[fx.Node, str],
+    parents: Mapping[fx.Node, Sequence[fx.Node]],
+) -> dict[fx.Node, int]:
+    levels: dict[fx.Node, int] = {}
+    children: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in nodes:
+        levels[node] = max(
+            (levels[p] + (space[p] != space[node]) for p in parents[node]), default=0
+        )
+        for parent in parents[node]:
+            children[parent].append(node)
+    constant: set[fx.Node] = set()
+    for node in nodes:
+        if constant.issuperset(node.all_input_nodes) and space[node] == DEVICE:
+            constant.add(node)
+    for node in reversed(nodes):  # what is made from nothing goes to where it is first needed
+        if node in constant and children[node]:
+            levels[node] = min(levels[c] - (space[c] != space[node]) for c in children[node])
+    return levels
+
+
+def _connected(
+    group: Sequence[fx.Node], parents: Mapping[fx.Node, Sequence[fx.Node]]
+) -> list[list[fx.Node]]:
+    """Split nodes into weakly connected components, each in graph order."""
+    root = {n: n for n in group}
+
+    def find(node: fx.Node) -> fx.Node:
+        while root[node] is not node:
+            root[node] = root[root[node]]
+            node = root[node]
+        return node
+
+    for node in group:
+        for parent in parents[node]:
+            if parent in root:
+                root[find(node)] = find(parent)
+    return list(_grouped(group, find).values())
+
+
+def _merge_alike(
+    segments: list[Segment],
+    levels: Mapping[fx.Node, int],
+    parents: Mapping[fx.Node, Sequence[fx.Node]],
+) -> list[Segment]:
+    """Join segments of one level that wait for, and are waited for by, the same segments."""
+    owner = {n: i for i, s in enumerate(segments) for n in s.nodes}
+    before: list[set[int]] = [set() for _ in segments]
+    after: list[set[int]] = [set() for _ in segments]
+    order = sorted(range(len(segments)), key=lambda i: levels[segments[i].nodes[0]])
+    direct: list[set[int]] = [set() for _ in segments]
+    for node, i in owner.items():
+        direct[i] |= {owner[p] for p in parents[node]} - {i}
+    ordered = _topological(order, direct)
+    for i in ordered:
+        before[i] = set().union(direct[i], *(before[j] for j in direct[i]))
+    for i in reversed(ordered):
+        for j in direct[i]:
+            after[j] |= {i} | after[i]
+
+    def signature(i: int) -> object:
+        segment = segments[i]
+        level = levels[segment.nodes[0]]
+        return segment.space, level, frozenset(before[i]), frozenset(after[i])
+
+    position = {n: k for k, n in enumerate(parents)}
+    return [
+        Segment(
+            segments[alike[0]].space,
+            sorted((n for i in alike for n in segments[i].nodes), key=position.__getitem__),
+        )
+        for alike in _grouped(ordered, signature).values()
+    ]
+
+
+def _topological(order: Sequence[int], direct: Sequence[set[int]]) -> list[int]:
+    done: dict[int, None] = {}
+
+    def visit(i: int) -> None:
+        if i not in done:
+            for j in sorted(direct[i]):
+                visit(j)
+            done[i] = None
+
+    for i in order:
+        visit(i)
+    return list(done)
+
+
+def with_own_sizes(segment: Segment, scalars: Sequence[fx.Node]) -> Segment:
+    """Let a segment compute the sizes of its own tensors: it cannot wait for itself."""
+    if segment.space != DEVICE or not scalars:
+        return segment
+    own = set(segment.nodes)
+    for node in scalars:
+        if not own.isdisjoint(node.all_input_nodes):
+            own.add(node)
+    if len(own) == len(segment.nodes):
+        return segment
+    return Segment(segment.space, [n for n in segment.nodes[0].graph.nodes if n in own])
+
+
+def named(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """Name segments by their space and order."""
+    count = {DEVICE: itertools.count(), HOST: itertools.count()}
+    stem = {DEVICE: "region", HOST: "host"}
+    for segment in segments:
+        segment.name = f"{stem[segment.space]}{next(count[segment.space])}"
+    return tuple(segments)
+
+
+def _grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    groups: dict[_Key, list[_Item]] = defaultdict(list)
+    for item in items:
+        groups[key(item)].append(item)
+    return groups

@@ -1,0 +1,52 @@
+"""The command line `npu-iree`: the only part of the project that prints."""
+
+from __future__ import annotations
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from npu_iree.errors import NpuIreeError
+from npu_iree.settings import Settings
+from npu_iree.targets import targets
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+console = Console()
+
+
+@app.command("targets")
+def list_targets() -> None:
+    """List the installed targets."""
+    table = Table("target", "driver", "memory", "capability table")
+    for name, target in sorted(targets().items()):
+        table.add_row(name, target.driver, target.memory, target.compile.capabilities)
+    console.print(table)
+
+
+@app.command("settings")
+def list_settings() -> None:
+    """List the environment variables that are read, with their values."""
+    table = Table("variable", "value", "meaning")
+    for row in Settings.read().rows():
+        table.add_row(*row)
+    console.print(table)
+
+
+@app.command()
+def demo(
+    target: str = typer.Option("npu-local", help="an installed target"),
+    layers: int = typer.Option(2, min=1, help="layers of the transformer"),
+) -> None:
+    """Compile a small transformer with one op sent to the host, and show what ran where."""
+    from npu_iree.cli.demo import run_demo
+
+    run_demo(console, target, layers)
+
+
+def main() -> None:
+    """Run the command line; an error of ours is one clear message and exit code 1."""
+    try:
+        app()
+    except NpuIreeError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False)
+        raise SystemExit(1) from error

@@ -1,0 +1,67 @@
+"""Host memory that stays as it is: copy-on-write, so that a later write shows as a new address.
+
+A version counter does not see `p.data.mul_(2)`, and a data pointer sees no write in place.
+PyTorch's copy-on-write does: while we hold a lazy clone of a tensor's storage, the first write
+through any alias of that storage moves it to new memory, and the address tells. Reading never
+moves it. The clone also keeps the bytes that the device was given, so they cannot change under it.
+Source: `torch._lazy_clone`, c10/core/impl/COW.h.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Return where a tensor's bytes are; unlike `data_ptr()`, without ending a copy-on-write."""
+    return int(torch._C._data_address(tensor))  # type: ignore[attr-defined]
+
+
+def is_lazy_copy(tensor: torch.Tensor) -> bool:
+    """Say whether the tensor's memory is copied at the first write."""
+    return bool(torch._C._is_cow_tensor(tensor))  # type: ignore[attr-defined]
+
+
+def can_freeze(tensor: torch.Tensor) -> bool:
+    """Say whether every write to this tensor can be noticed.
+
+    It can for memory that PyTorch itself allocated. Memory of others (mapped files, NumPy, shared
+    memory) cannot be watched.
+    """
+    if isinstance(tensor, FakeTensor) or tensor.device.type != "cpu":
+        return False
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return False
+    try:
+        with unset_fake_temporarily():
+            torch._lazy_clone(tensor.detach())
+    except RuntimeError:
+        return False
+    return True
+
+
+def frozen(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor on the same bytes that stay as they are, whatever happens to `tensor`.
+
+    From now on `tensor` is copied at the first write to it. The result is for reading only; it may
+    be handed to DLPack, which would end the copy-on-write of `tensor` itself.
+
+    Raises:
+        RuntimeError: PyTorch did not allocate the memory.
+    """
+    clone = torch._lazy_clone(tensor.detach())
+    start = address_of(clone) - int(clone.storage_offset()) * clone.element_size()
+    memory = bytes_at(start, int(clone.untyped_storage().nbytes()), owner=clone)
+    whole = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
+    return whole.as_strided(clone.size(), clone.stride(), clone.storage_offset())
+
+
+def bytes_at(address: int, nbytes: int, owner: object) -> Any:
+    """Return memory as an object with the buffer protocol that keeps `owner` alive."""
+    memory: Any = (ctypes.c_char * nbytes).from_address(address)
+    memory.owner = owner
+    return memory
