@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-sys.path.insert(0, str(Path(__file__).parent))  # for tests.tolerances and the zoo
+sys.path.insert(0, str(Path(__file__).parent))  # for tolerances, calls and models.zoo
 
 
 @pytest.fixture(autouse=True)

@@ -132,9 +132,7 @@ def test_four_ops_cost_two_transfers_and_one_wait(
     assert len(ledger.waits) == 1
 
 
-def test_a_failure_names_the_region_its_ops_and_the_users_line(
-    target: str
-) -> None:
+def test_a_failure_names_the_region_its_ops_and_the_users_line(target: str) -> None:
     def shifted(x: torch.Tensor) -> torch.Tensor:
         return torch.relu(x) + 1  # the line that is named
 

@@ -1,0 +1,125 @@
+"""What the stages make of a graph, read in the IR; dumps restart; failures say what failed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lowering.capabilities import load_capabilities
+from lowering.capture import capture_aot
+from lowering.decompositions import decomposition_table
+from lowering.errors import StageError
+from lowering.partition import partition
+from lowering.pipeline import STAGES, compile_region, product_name, restart
+from lowering.region import Region, extract_region
+from lowering.stages import CompileOptions
+from npu_iree.targets import NPU_LOCAL
+
+Lower = Callable[..., dict[str, str]]
+
+
+def region_of(function: Callable[..., Any], *args: torch.Tensor, weights: int = 0) -> Region:
+    """The one region of a function; its last `weights` arguments are bound."""
+    graph = make_fx(function, decomposition_table=decomposition_table())(*args)
+    captured = capture_aot(graph, range(len(args) - weights, len(args)))
+    (segment,) = partition(captured, load_capabilities("npu-local.toml")).segments
+    return extract_region(segment, captured.weights)
+
+
+@pytest.fixture
+def lowered(tmp_path: Path) -> Lower:
+    """Compile a function and give the dump of each stage by its name."""
+
+    def lower(
+        function: Callable[..., Any], *args: torch.Tensor, weights: int = 0
+    ) -> dict[str, str]:
+        compile_region(
+            region_of(function, *args, weights=weights), NPU_LOCAL.compile, dump=tmp_path
+        )
+        texts = {s.name: (tmp_path / product_name(s)).read_bytes() for s in STAGES}
+        return {name: text.decode(errors="replace") for name, text in texts.items()}
+
+    return lower
+
+
+def count(pattern: str, text: str) -> int:
+    return len(re.findall(pattern, text))
+
+
+def test_relu_becomes_one_linalg_generic(lowered: Lower) -> None:
+    ir = lowered(torch.relu, torch.zeros(4, 8))
+    assert count(r"torch\.aten\.relu", ir["aten-to-torch"]) == 1
+    assert count(r"linalg\.generic", ir["torch-to-linalg"]) == 1
+    assert count(r"torch\.", ir["torch-to-linalg"]) == 0
+
+
+def test_weights_become_parameters_with_a_bind_function_each(lowered: Lower) -> None:
+    ir = lowered(
+        lambda x, w, b: torch.relu(x @ w + b),
+        torch.zeros(4, 8), torch.zeros(8, 8), torch.zeros(8), weights=2,
+    )  # fmt: skip
+    assert count(r"#flow\.parameter\.named<\"model\"::\"p\d\">", ir["linalg-to-flow"]) == 2
+    (main,) = re.findall(r"util\.func public @main\((.*?)\)", ir["linalg-to-flow"])
+    assert count("!hal.buffer_view", main) == 1
+    assert count("!hal.fence", main) == 2
+    assert {"bind$p0", "bind$p1"} <= set(re.findall(r"bind\$p\d", ir["flow-to-vmfb"]))
+
+
+def test_channels_last_crosses_as_the_dense_tensor_that_it_is(lowered: Lower) -> None:
+    x = torch.zeros(1, 8, 4, 5).to(memory_format=torch.channels_last)
+    ir = lowered(lambda x: torch.relu(x) + 1, x)
+    (signature,) = re.findall(r"func\.func @main\((.*?)\) ->", ir["torch-to-linalg"])
+    assert "tensor<1x4x5x8xf32>" in signature
+
+
+def test_f64_stays_f64(lowered: Lower) -> None:
+    ir = lowered(lambda x: x * 2, torch.zeros(4, dtype=torch.float64))
+    assert count("f64", ir["linalg-to-flow"]) > 0
+    assert count(r"x?f32", ir["linalg-to-flow"].partition("util.func public @main")[2]) == 0
+
+
+def test_a_dump_restarts_from_each_stage(lowered: Lower, tmp_path: Path) -> None:
+    lowered(torch.relu, torch.zeros(4, 8))
+    options = CompileOptions(flags=NPU_LOCAL.compile.flag_sets[0])
+    for stage in STAGES[:-1]:
+        out = restart(tmp_path / product_name(stage), options, tmp_path / "again" / stage.name)
+        assert out.stat().st_size > 1000
+    done = subprocess.run(["sh", str(tmp_path / "repro.sh")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "restarted" / product_name(STAGES[-1])).exists()
+
+
+def test_a_failed_stage_says_which_and_leaves_what_repeats_it(tmp_path: Path) -> None:
+    region = region_of(torch.relu, torch.zeros(4, 8))
+    flags = ("--iree-hal-target-backends=nonsense",)
+    with pytest.raises(StageError) as caught:
+        compile_region(region, NPU_LOCAL.compile, flags=flags, dump=tmp_path)
+    error = caught.value
+    assert error.stage == "linalg-to-flow"
+    assert "nonsense" in error.diagnostics
+    assert error.repro == tmp_path
+    done = subprocess.run(["sh", str(tmp_path / "repro.sh")], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "nonsense" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_file_that_no_stage_wrote_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "graph.txt"
+    path.write_text("")
+    with pytest.raises(ValueError, match=r"\.torch\.mlir, \.linalg\.mlir"):
+        restart(path, CompileOptions(), tmp_path)
+
+
+def test_compilers_say_nothing_on_the_screen(capfd: pytest.CaptureFixture[str]) -> None:
+    region = region_of(torch.relu, torch.zeros(4, 8))
+    with pytest.raises(StageError):
+        compile_region(region, NPU_LOCAL.compile, flags=("--iree-hal-target-backends=nonsense",))
+    assert capfd.readouterr() == ("", "")

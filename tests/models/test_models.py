@@ -1,0 +1,27 @@
+"""Real models give eager's numbers, each as one graph, one region, and no host op."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from models.zoo import ZOO, ZooModel, flatten
+from tolerances import largest_difference
+
+LIMIT = 1e-4
+
+
+@pytest.mark.parametrize("row", ZOO, ids=lambda row: row.name)
+@torch.no_grad()
+def test_a_model_is_one_region_with_eagers_numbers(row: ZooModel, counts: Counter[str]) -> None:
+    model, inputs = row.build(), row.inputs()
+    expected = flatten(model(**inputs))
+    compiled = torch.compile(model, backend="npu_iree")
+    actual = flatten(compiled(**inputs))
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert actual[name].dtype == value.dtype
+        assert actual[name].stride() == value.stride()
+        assert largest_difference(actual[name], value) < LIMIT, name
+    assert counts == {"graphs": 1, "regions": 1, "host_ops": 0, "compiles": 1}
