@@ -1,23 +1,10 @@
-"""What a compiled region is on disk: a .vmfb, its signature and where it came from."""
+"""What a compiled region is: a .vmfb, its signature and where it came from; stdlib only."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowering.region import Signature
-
-ENTRY = "main"
-PARAMETER_SCOPE = "model"
-
-
-def parameter_name(index: int) -> str:
-    """Return the name under which a region's parameter `index` is bound."""
-    return f"p{index}"
-
-
-def bind_function(parameter: str) -> str:
-    """Return the name of the function that binds a parameter anew: (view, wait, signal)."""
-    return f"bind${parameter}"
+from lowering.signature import Signature
 
 
 @dataclass(frozen=True)

@@ -10,72 +10,13 @@ import torch
 from torch import fx
 
 from lowering.dtypes import dtype_name
-from lowering.errors import HostOp
 from lowering.nodes import MOVE_OPS
 from lowering.segments import Segment
+from lowering.signature import ScalarSpec, Signature, TensorSpec
 from lowering.source import SourceLine, user_line
 
 aten = torch.ops.aten
 SCALAR_TYPES = {bool: "i1", int: "i64", float: "f64"}
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """One tensor of a region's boundary.
-
-    Attributes:
-        dtype: its name in `lowering.dtypes`.
-        shape: a size or, where it may change from call to call, the text of its expression.
-        order: the dimensions from the slowest to the fastest in memory: `(0, 1, 2, 3)` is
-            contiguous, `(0, 2, 3, 1)` channels-last. The device sees a dense buffer in this order.
-        alias_of: what else its buffer may be: the positions of region inputs or (from the number
-            of inputs on) of outputs that hold the same values. Only outputs have these.
-    """
-
-    dtype: str
-    shape: tuple[int | str, ...]
-    order: tuple[int, ...]
-    alias_of: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        text = "x".join(str(s) for s in (*self.shape, self.dtype))
-        return text if self.is_contiguous else f"{text}@{''.join(map(str, self.order))}"
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether the memory order is that of the dimensions."""
-        return self.order == tuple(range(len(self.shape)))
-
-
-@dataclass(frozen=True)
-class ScalarSpec:
-    """A Python number that a region takes by value: `i64`, `f64` or `i1`."""
-
-    dtype: str
-
-    def __str__(self) -> str:
-        return self.dtype
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What a region takes and gives.
-
-    Attributes:
-        inputs: arguments of each call, in order.
-        parameters: tensors bound once, in order; bound under the names `p0`, `p1`, ...
-        outputs: results, in order.
-    """
-
-    inputs: tuple[TensorSpec | ScalarSpec, ...]
-    parameters: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-
-    def __str__(self) -> str:
-        bound = f" [{len(self.parameters)} bound]" if self.parameters else ""
-        return (
-            f"({', '.join(map(str, self.inputs))}){bound} -> ({', '.join(map(str, self.outputs))})"
-        )
 
 
 @dataclass(frozen=True)
@@ -167,13 +108,6 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 def inverse(order: Sequence[int]) -> tuple[int, ...]:
     """Return the permutation that undoes `order`."""
     return tuple(sorted(range(len(order)), key=order.__getitem__))
-
-
-def failed_op(region: Region, reason: str) -> HostOp:
-    """Describe a region that the compiler refused."""
-    op, line = region.ops[0]
-    more = f" (and {len(region.ops) - 1} more ops)" if len(region.ops) > 1 else ""
-    return HostOp(f"{region.name}: {op}{more}", "failed", reason, line.where, line.code)
 
 
 def _take(graph: fx.Graph, name: str, source: fx.Node) -> fx.Node:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from iree.runtime import _binding as hal
 
-from lowering.artifact import ENTRY, PARAMETER_SCOPE, Artifact, bind_function, parameter_name
+from lowering.abi import ENTRY, PARAMETER_SCOPE, bind_function, parameter_name
+from lowering.artifact import Artifact
 from lowering.dtypes import DTYPES
-from lowering.region import TensorSpec
+from lowering.signature import TensorSpec
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device
 from npu_iree.timeline import Timepoint, Work, joined, new_fence

@@ -12,7 +12,8 @@ from torch import fx
 
 from lowering.host import extract_host
 from lowering.plan import Free, Gather, Host, Invoke, Plan, Put, Scalar, Step, Value
-from lowering.region import TensorSpec, inverse
+from lowering.region import inverse
+from lowering.signature import TensorSpec
 from lowering.source import user_line
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device, dense_copy, why_not_in_place

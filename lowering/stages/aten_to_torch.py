@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from lowering.artifact import ENTRY
+from lowering.abi import ENTRY
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.torch_mlir_context import TorchMlirContext
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lowering.artifact import PARAMETER_SCOPE, bind_function, parameter_name
+from lowering.abi import PARAMETER_SCOPE, bind_function, parameter_name
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.iree_session import IreeSession
 

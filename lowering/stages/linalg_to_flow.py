@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowering.artifact import ENTRY, PARAMETER_SCOPE, parameter_name
+from lowering.abi import ENTRY, PARAMETER_SCOPE, parameter_name
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.iree_session import IreeSession
 

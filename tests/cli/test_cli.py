@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,6 @@ COMMAND = str(Path(sys.executable).parent / "npu-iree")
 
 
 def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    import os
-
     return subprocess.run(
         args, capture_output=True, text=True, env={**os.environ, "COLUMNS": "200", **env}
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -28,8 +29,6 @@ COMMANDS = [line for kind, text in BLOCKS if kind == "sh" for line in text.split
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith(AROUND)])
 def test_a_command_runs(command: str, tmp_path: Path) -> None:
-    import os
-
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         command,
