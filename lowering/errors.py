@@ -68,12 +68,16 @@ class StageError(NpuIreeError):
         stage: name of the stage, e.g. `torch-to-linalg`.
         diagnostics: what the compiler said, without its stack.
         repro: folder with the input of the stage and a `repro.sh`, if dumping was on.
+        timed_out: whether it was ended because its time was over.
     """
 
-    def __init__(self, stage: str, diagnostics: str, repro: Path | None = None) -> None:
+    def __init__(
+        self, stage: str, diagnostics: str, repro: Path | None = None, *, timed_out: bool = False
+    ) -> None:
         self.stage = stage
         self.diagnostics = diagnostics.strip()
         self.repro = repro
+        self.timed_out = timed_out
         hint = (
             f"Repeat it with: bash {repro / 'repro.sh'}"
             if repro

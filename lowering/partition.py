@@ -47,6 +47,7 @@ def partition(
     *,
     disabled_ops: Iterable[str] = (),
     failed: Mapping[fx.Node, str] | None = None,
+    apart: Mapping[fx.Node, int] | None = None,
 ) -> Partition:
     """Cut a graph into convex device regions and host segments.
 
@@ -55,6 +56,8 @@ def partition(
         capabilities: what the target runs.
         disabled_ops: ops that the user sends to the host.
         failed: nodes that the compiler has refused before, and why.
+        apart: nodes that it has refused together: those with different numbers get regions of
+            their own.
     """
     disabled = frozenset(disabled_ops)
     nodes = captured.nodes
@@ -68,7 +71,7 @@ def partition(
         if node.target is operator.getitem and node.args[0] in host_ops:
             host_ops[node] = host_ops[node.args[0]]  # type: ignore[index]
     while True:
-        segments = grow_segments(compute, host_ops)
+        segments = grow_segments(compute, host_ops, apart or {})
         idle = [s for s in segments if s.space == DEVICE and not _computes(s)]
         if not idle:
             segments = [with_own_sizes(s, scalars) for s in segments]

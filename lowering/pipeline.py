@@ -1,74 +1,120 @@
-"""From a region to an artifact: the stages in their order, each verified, timed and dumped."""
+"""From a region to a module: the stages in their order, each verified, timed and dumped."""
 
 from __future__ import annotations
 
 import logging
 import shlex
 import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import fx
 
-from lowering.artifact import Artifact
 from lowering.errors import StageError
 from lowering.region import Region
+from lowering.service import CompileService, Fault, Limits
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.aten_to_torch import ATEN_TO_TORCH
 from lowering.stages.flow_to_vmfb import FLOW_TO_VMFB
 from lowering.stages.linalg_to_flow import LINALG_TO_FLOW
 from lowering.stages.torch_to_linalg import TORCH_TO_LINALG
 from lowering.target import CompileTarget, FlagSet
+from lowering.worker import STAGES as WORKER_STAGES
 
 log = logging.getLogger(__name__)
 
 STAGES: tuple[Stage, ...] = (ATEN_TO_TORCH, TORCH_TO_LINALG, LINALG_TO_FLOW, FLOW_TO_VMFB)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Toolchain:
+    """Where and how the stages run.
+
+    Attributes:
+        service: worker processes for the stages after the import; None runs them in this process.
+        limits: what a stage may take in a worker.
+        flags: the user's own `iree-compile` flags, after the target's.
+        fault: a failure to commit in a worker, for tests.
+    """
+
+    service: CompileService | None = None
+    limits: Limits = field(default_factory=Limits)
+    flags: FlagSet = ()
+    fault: Fault | None = None
+
+
+@dataclass(frozen=True)
+class CompiledModule:
+    """What the stages made of a region.
+
+    Attributes:
+        vmfb: the module.
+        flags: the flag set that was taken.
+        source: the region in the torch dialect, from which it can be compiled again.
+    """
+
+    vmfb: bytes
+    flags: FlagSet
+    source: str
+
+
 def compile_region(
-    region: Region, target: CompileTarget, *, flags: FlagSet = (), dump: Path | None = None
-) -> Artifact:
+    region: Region,
+    target: CompileTarget,
+    toolchain: Toolchain = Toolchain(),
+    dump: Path | None = None,
+) -> CompiledModule:
     """Lower a region to a .vmfb.
 
     Args:
         region: the region.
         target: what to compile for; its flag sets are tried in order.
-        flags: the user's own `iree-compile` flags, after the target's.
+        toolchain: where the stages run, with which limits.
         dump: a folder for the product of every stage and a `repro.sh`, or None.
 
     Raises:
-        StageError: a stage failed, with every flag set where it is the last stage.
+        StageError: a stage failed, with every flag set where it is one of IREE's.
     """
-    count = len(region.signature.parameters)
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
         (dump / "00-graph.txt").write_text(_readable(region.graph_module))
-    flag_sets = target.flag_sets_for(region.has_convolution, flags)
-    options = CompileOptions(flags=flag_sets[0] if flag_sets else (), parameters=count)
-    torch_asm = run_stage(ATEN_TO_TORCH, region.graph_module, options, dump)
-    linalg_asm = run_stage(TORCH_TO_LINALG, torch_asm, options, dump)
+    flag_sets = target.flag_sets_for(region.has_convolution, toolchain.flags)
+    parameters = len(region.signature.parameters)
+    fault = toolchain.fault
+    if fault is not None and fault.op not in (op for op, _ in region.ops):
+        toolchain = replace(toolchain, fault=None)
+    options = CompileOptions(flags=flag_sets[0] if flag_sets else (), parameters=parameters)
+    torch_asm = run_stage(ATEN_TO_TORCH, region.graph_module, options, toolchain, dump)
+    linalg_asm = run_stage(TORCH_TO_LINALG, torch_asm, options, toolchain, dump)
     for i, flag_set in enumerate(flag_sets):
-        options = CompileOptions(flags=flag_set, parameters=count)
+        options = CompileOptions(flags=flag_set, parameters=parameters)
         try:
-            flow_asm = run_stage(LINALG_TO_FLOW, linalg_asm, options, dump)
-            vmfb = run_stage(FLOW_TO_VMFB, flow_asm, options, dump)
+            flow_asm = run_stage(LINALG_TO_FLOW, linalg_asm, options, toolchain, dump)
+            vmfb = run_stage(FLOW_TO_VMFB, flow_asm, options, toolchain, dump)
         except StageError as error:
-            if i + 1 == len(flag_sets):
+            if i + 1 == len(flag_sets) or error.timed_out:
                 raise
             log.info("%s: flag set %d of %d failed: %s", region.name, i + 1, len(flag_sets), error)
             continue
-        ops = tuple((op, str(line)) for op, line in region.ops)
-        return Artifact(region.name, vmfb, region.signature, flag_set, ops)
+        return CompiledModule(vmfb, flag_set, torch_asm)
     raise StageError(LINALG_TO_FLOW.name, f"target {target.name!r} lists no flag sets")
 
 
-def run_stage(stage: Stage, value: Any, options: CompileOptions, dump: Path | None = None) -> Any:
+def run_stage(
+    stage: Stage,
+    value: Any,
+    options: CompileOptions,
+    toolchain: Toolchain = Toolchain(),
+    dump: Path | None = None,
+) -> Any:
     """Run one stage: the only place that verifies, times, dumps and wraps errors.
 
     Args:
         stage: what to run.
         value: its input, a graph, text or bytes.
         options: what it may know beside its input.
+        toolchain: where it runs.
         dump: folder for the product, or None.
 
     Raises:
@@ -78,16 +124,29 @@ def run_stage(stage: Stage, value: Any, options: CompileOptions, dump: Path | No
         _write_repro(dump, stage, options)
     started = time.perf_counter()
     try:
-        product = stage.run(value, options)
+        product = _product(stage, value, options, toolchain)
+    except StageError as error:
+        text = _first_lines(error.diagnostics)
+        raise StageError(stage.name, text, dump, timed_out=error.timed_out) from error
     except Exception as error:
         raise StageError(stage.name, _first_lines(str(error)), dump) from error
     log.debug("stage %s took %.3f s", stage.name, time.perf_counter() - started)
     if dump is not None:
         data = product if isinstance(product, bytes) else product.encode()
         (dump / product_name(stage)).write_bytes(data)
-    if problem := stage.verify(product):
-        raise StageError(stage.name, problem, dump)
     return product
+
+
+def _product(stage: Stage, value: Any, options: CompileOptions, toolchain: Toolchain) -> Any:
+    if toolchain.service is None or stage.name not in WORKER_STAGES:
+        product = stage.run(value, options)
+        if problem := stage.verify(product):
+            raise StageError(stage.name, problem)
+        return product
+    fault = toolchain.fault
+    kind = fault.kind if fault is not None and fault.stage == stage.name else None
+    data = toolchain.service.run(stage.name, value, options, toolchain.limits, kind)
+    return data if stage is STAGES[-1] else data.decode()
 
 
 def product_name(stage: Stage) -> str:
@@ -118,7 +177,7 @@ def restart(path: Path, options: CompileOptions, dump: Path) -> Path:
     dump.mkdir(parents=True, exist_ok=True)
     value: Any = path.read_text()
     for stage in STAGES[done + 1 :]:
-        value = run_stage(stage, value, options, dump)
+        value = run_stage(stage, value, options, dump=dump)
     return dump / product_name(STAGES[-1])
 
 

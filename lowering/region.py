@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from lowering.capture import INLINE_CONSTANT_ELEMENTS, CapturedGraph
 from lowering.dtypes import dtype_name
 from lowering.nodes import MOVE_OPS
 from lowering.segments import Segment
@@ -89,6 +90,13 @@ def extract_region(segment: Segment, bound: Collection[fx.Node]) -> Region:
         signature=signature,
         ops=tuple((str(n.target), user_line(n)) for n in segment.nodes),
     )
+
+
+def bound_nodes(captured: CapturedGraph) -> frozenset[fx.Node]:
+    """Give the nodes that regions bind once: weights, and constants too large for the IR."""
+    constants = captured.constants.items()
+    large = {n for n, tensor in constants if tensor.numel() > INLINE_CONSTANT_ELEMENTS}
+    return captured.weights | large
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:

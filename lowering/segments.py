@@ -13,7 +13,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from torch import fx
 
@@ -23,6 +23,7 @@ DEVICE, HOST = "device", "host"
 
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key")
+_Side: TypeAlias = tuple[str, int]  # the space, and which of the parts that are kept apart
 
 
 @dataclass
@@ -57,25 +58,29 @@ class Segment:
         )
 
 
-def grow_segments(nodes: Sequence[fx.Node], on_host: Collection[fx.Node]) -> list[Segment]:
+def grow_segments(
+    nodes: Sequence[fx.Node], on_host: Collection[fx.Node], apart: Mapping[fx.Node, int]
+) -> list[Segment]:
     """Group nodes into segments, in an order that may be run.
 
     Args:
         nodes: the nodes that compute, in graph order.
         on_host: those of them that run on the host.
+        apart: nodes with different numbers are never in one segment.
     """
     space = {n: HOST if n in on_host else DEVICE for n in nodes}
     parents = _dependencies(nodes, space)
-    levels = _levels(nodes, space, parents)
-    groups: dict[tuple[int, str], list[fx.Node]] = defaultdict(list)
+    side = {n: (space[n], apart.get(n, 0)) for n in nodes}
+    levels = _levels(nodes, side, parents)
+    groups: dict[tuple[int, _Side], list[fx.Node]] = defaultdict(list)
     for node in nodes:
-        groups[levels[node], space[node]].append(node)
+        groups[levels[node], side[node]].append(node)
     components = [
         Segment(where, part)
-        for (_, where), group in sorted(groups.items())
+        for (_, (where, _)), group in sorted(groups.items())
         for part in _connected(group, parents)
     ]
-    return _merge_alike(components, levels, parents)
+    return _merge_alike(components, side, levels, parents)
 
 
 def _dependencies(
@@ -103,24 +108,22 @@ def _dependencies(
 
 def _levels(
     nodes: Sequence[fx.Node],
-    space: Mapping[fx.Node, str],
+    side: Mapping[fx.Node, _Side],
     parents: Mapping[fx.Node, Sequence[fx.Node]],
 ) -> dict[fx.Node, int]:
     levels: dict[fx.Node, int] = {}
     children: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node in nodes:
-        levels[node] = max(
-            (levels[p] + (space[p] != space[node]) for p in parents[node]), default=0
-        )
+        levels[node] = max((levels[p] + (side[p] != side[node]) for p in parents[node]), default=0)
         for parent in parents[node]:
             children[parent].append(node)
     constant: set[fx.Node] = set()
     for node in nodes:
-        if constant.issuperset(node.all_input_nodes) and space[node] == DEVICE:
+        if constant.issuperset(node.all_input_nodes) and side[node][0] == DEVICE:
             constant.add(node)
     for node in reversed(nodes):  # what is made from nothing goes to where it is first needed
         if node in constant and children[node]:
-            levels[node] = min(levels[c] - (space[c] != space[node]) for c in children[node])
+            levels[node] = min(levels[c] - (side[c] != side[node]) for c in children[node])
     return levels
 
 
@@ -145,6 +148,7 @@ def _connected(
 
 def _merge_alike(
     segments: list[Segment],
+    side: Mapping[fx.Node, _Side],
     levels: Mapping[fx.Node, int],
     parents: Mapping[fx.Node, Sequence[fx.Node]],
 ) -> list[Segment]:
@@ -164,9 +168,8 @@ def _merge_alike(
             after[j] |= {i} | after[i]
 
     def signature(i: int) -> object:
-        segment = segments[i]
-        level = levels[segment.nodes[0]]
-        return segment.space, level, frozenset(before[i]), frozenset(after[i])
+        first = segments[i].nodes[0]
+        return side[first], levels[first], frozenset(before[i]), frozenset(after[i])
 
     position = {n: k for k, n in enumerate(parents)}
     return [

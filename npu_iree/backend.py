@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +17,16 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._guards import TracingContext
 
-from lowering.artifact import Artifact
+from lowering.build import Builder
+from lowering.cache import ArtifactCache
 from lowering.capabilities import load_capabilities
-from lowering.capture import INLINE_CONSTANT_ELEMENTS, CapturedGraph, capture_aot
+from lowering.capture import CapturedGraph, capture_aot
+from lowering.compiler import Compiler
 from lowering.decompositions import decomposition_table
-from lowering.errors import StageError, UnsupportedOpError
-from lowering.partition import Partition, partition
-from lowering.pipeline import compile_region
-from lowering.plan import Plan, build_plan
-from lowering.region import Region, extract_region
+from lowering.denials import DenialRecord
+from lowering.pipeline import Toolchain
+from lowering.plan import Plan
+from lowering.service import CompileService, Limits
 from npu_iree.device import open_device
 from npu_iree.errors import OptionError
 from npu_iree.executable import Executable
@@ -93,24 +96,42 @@ def input_names(graph_module: fx.GraphModule) -> tuple[str, ...]:
     return tuple(n.name.removeprefix("l_").strip("_") for n in nodes)
 
 
-def plan_graph(
-    captured: CapturedGraph, options: Options, failed: Mapping[fx.Node, str] | None = None
-) -> tuple[Partition, Plan]:
-    """Decide what of a graph runs where; compiles nothing.
+def compiler_for(options: Options, number: int = 0) -> Compiler:
+    """Return what plans and compiles graphs under these options.
 
-    Raises:
-        UnsupportedOpError: `fallback="error"`, and the target cannot run some ops; lists them all.
+    Args:
+        options: of one `torch.compile` call.
+        number: of the graph, for the names of its dumps.
     """
-    capabilities = load_capabilities(options.target_value.compile.capabilities)
-    parts = partition(captured, capabilities, disabled_ops=options.disabled_ops, failed=failed)
-    refused = [op for op in parts.host_ops.values() if op.kind in ("unsupported", "failed")]
-    if options.fallback == "error" and refused:
-        raise UnsupportedOpError(options.target, refused)
-    bound = {n for n, t in captured.constants.items() if t.numel() > INLINE_CONSTANT_ELEMENTS} | (
-        captured.weights if options.bind_weights else set()
+    settings, target = Settings.read(), options.target_value
+    limits = Limits(
+        time_s=options.compile_time_limit_s, memory_bytes=options.compile_memory_limit_bytes
     )
-    regions = [extract_region(segment, bound) for segment in parts.regions]
-    return parts, build_plan(parts, regions)
+    cache = ArtifactCache(settings.cache, settings.cache_limit_bytes) if settings.cache else None
+    builder = Builder(
+        target=target.compile,
+        toolchain=Toolchain(
+            service=compile_service(), limits=limits, flags=options.flags, fault=settings.fault
+        ),
+        cache=cache,
+        dump=settings.dump / f"graph{number}" if settings.dump else None,
+        counts=counters["npu_iree"],
+    )
+    return Compiler(
+        builder=builder,
+        capabilities=load_capabilities(target.compile.capabilities),
+        forbid_host=options.fallback == "error",
+        disabled_ops=options.disabled_ops,
+        denials=DenialRecord(settings.cache / "denials.json") if settings.cache else None,
+    )
+
+
+@functools.cache
+def compile_service() -> CompileService:
+    """Return the process's pool of compile workers; none is started before it is needed."""
+    service = CompileService(size=max(1, min(4, os.cpu_count() or 1)))
+    atexit.register(service.close)
+    return service
 
 
 def compile_graph(captured: CapturedGraph, options: Options) -> Runner:
@@ -122,12 +143,14 @@ def compile_graph(captured: CapturedGraph, options: Options) -> Runner:
         TargetError: the target's device cannot be opened here.
     """
     number = next(_GRAPH_NUMBERS)
-    plan, artifacts = _compile_plan(captured, options, number)
+    compiled = compiler_for(options, number).compile(captured)
     device = open_device(options.target_value)
-    executables = {name: Executable(device, artifact) for name, artifact in artifacts.items()}
+    executables = {
+        name: Executable(device, artifact) for name, artifact in compiled.artifacts.items()
+    }
     constants = {node.name: tensor for node, tensor in captured.constants.items()}
-    _report(number, plan)
-    return Runner(plan, device, executables, constants)
+    _report(number, compiled.plan)
+    return Runner(compiled.plan, device, executables, constants)
 
 
 def _compile_aot(
@@ -151,45 +174,6 @@ def _compile_aot(
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
-
-
-def _compile_plan(
-    captured: CapturedGraph, options: Options, number: int
-) -> tuple[Plan, dict[str, Artifact]]:
-    """Plan a graph and compile its regions; what the compiler refuses goes to the host."""
-    failed: dict[fx.Node, str] = {}
-    artifacts: dict[tuple[fx.Node, ...], Artifact] = {}
-    while True:
-        parts, plan = plan_graph(captured, options, failed)
-        for segment, region in zip(parts.regions, plan.regions.values(), strict=True):
-            key = tuple(segment.nodes)
-            if key in artifacts:
-                continue
-            try:
-                artifacts[key] = _compile_region(region, options, number)
-            except StageError as error:
-                if options.fallback == "error":
-                    raise
-                failed |= dict.fromkeys(
-                    segment.nodes, f"the compiler refused it: {error.diagnostics}"
-                )
-                log.warning("graph %d: %s goes to the host: %s", number, region.name, error)
-                break
-        else:
-            names = {s.name: artifacts[tuple(s.nodes)] for s in parts.regions}
-            return plan, names
-
-
-def _compile_region(region: Region, options: Options, number: int) -> Artifact:
-    counters["npu_iree"]["compiles"] += 1
-    dump = Settings.read().dump
-    folder = dump / f"graph{number}" / region.name if dump else None
-    target = options.target_value.compile
-    artifact = compile_region(region, target, flags=options.flags, dump=folder)
-    log.debug(
-        "graph %d: %s %s: %d bytes", number, region.name, region.signature, len(artifact.vmfb)
-    )
-    return artifact
 
 
 def _bindable_weights(inputs: Sequence[Any]) -> Sequence[int]:

@@ -16,7 +16,7 @@ from lowering.decompositions import decomposition_table
 from lowering.errors import HostOp
 from lowering.plan import Gather, Plan, Put
 from lowering.region import Region
-from npu_iree.backend import input_names, plan_graph
+from npu_iree.backend import compiler_for, input_names
 from npu_iree.options import Options
 from npu_iree.targets import Target
 
@@ -122,7 +122,7 @@ def explain(
 
     def plan(names: Sequence[str], graph_module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         captured = capture_aot(graph_module, names=names if len(names) == len(inputs) else ())
-        _, schedule = plan_graph(captured, parsed)
+        _, schedule = compiler_for(parsed).plan(captured)
         found.graphs.append(GraphExplanation(schedule, parsed.target_value))
         run = functools.partial(_run_boxed, graph_module)
         run._boxed_call = True  # type: ignore[attr-defined]

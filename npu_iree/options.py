@@ -28,6 +28,8 @@ class Options:
         bind_weights: bind parameters and buffers once per compiled graph (inference). Turn it off
             if something outside PyTorch writes to their memory, e.g. through a NumPy view that was
             taken before the first call.
+        compile_time_limit_s: seconds that one lowering stage of one region may take.
+        compile_memory_limit_bytes: address space that it may take.
     """
 
     target: str = "npu-local"
@@ -37,6 +39,8 @@ class Options:
     decompositions: Mapping[torch._ops.OpOverload, Callable[..., Any]] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     bind_weights: bool = True
+    compile_time_limit_s: float = 600.0
+    compile_memory_limit_bytes: int = 8 << 30
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> Options:
@@ -131,6 +135,12 @@ def _bool(name: str, value: Any) -> bool:
     return value
 
 
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise OptionError(f"option {name!r} is a number above 0, not {value!r}")
+    return value
+
+
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "target": _target,
     "fallback": _fallback,
@@ -139,4 +149,6 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "decompositions": _decompositions,
     "flags": _flags,
     "bind_weights": _bool,
+    "compile_time_limit_s": _positive,
+    "compile_memory_limit_bytes": lambda name, value: int(_positive(name, value)),
 }

@@ -1,4 +1,4 @@
-"""Every environment variable that the project reads, one typed line each; nobody else reads any."""
+"""Every environment variable that the project reads; nobody else reads any."""
 
 from __future__ import annotations
 
@@ -6,23 +6,48 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import platformdirs
+
+from lowering.service import Fault
+
+# variable -> what it means; printed by `npu-iree settings`.
+VARIABLES = {
+    "NPU_IREE_DUMP": "folder for the product of every lowering stage, with a repro.sh",
+    "NPU_IREE_CACHE": "folder of the compile cache, or `off`",
+    "NPU_IREE_CACHE_LIMIT_BYTES": "what its entries may take; the least recently used go first",
+    "NPU_IREE_FAULT": "for tests: `stage:kind:op`, a failure to commit in a compile worker",
+}
+
 
 @dataclass(frozen=True)
 class Settings:
-    """Debug settings; they never change what is computed and never enter a key.
+    """Debug and deployment settings; they never change what is computed and never enter a key.
 
     Attributes:
-        dump: `NPU_IREE_DUMP`: folder for the product of every lowering stage, with a `repro.sh`.
+        dump: folder for the product of every lowering stage, or None.
+        cache: folder of the compile cache, or None.
+        cache_limit_bytes: what its entries may take.
+        fault: a failure to commit in a compile worker, for tests, or None.
     """
 
-    dump: Path | None = None
+    dump: Path | None
+    cache: Path | None
+    cache_limit_bytes: int
+    fault: Fault | None
 
     @classmethod
     def read(cls) -> Settings:
         """Read the environment."""
-        dump = os.environ.get("NPU_IREE_DUMP")
-        return cls(dump=Path(dump) if dump else None)
+        dump, fault = os.environ.get("NPU_IREE_DUMP"), os.environ.get("NPU_IREE_FAULT")
+        cache = os.environ.get("NPU_IREE_CACHE") or platformdirs.user_cache_dir("npu_iree")
+        return cls(
+            dump=Path(dump).absolute() if dump else None,
+            cache=None if cache == "off" else Path(cache).absolute(),
+            cache_limit_bytes=int(os.environ.get("NPU_IREE_CACHE_LIMIT_BYTES") or 4 << 30),
+            fault=Fault(*fault.split(":", 2)) if fault else None,
+        )
 
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Return (variable, value, meaning) of every setting, for the command line."""
-        return [("NPU_IREE_DUMP", str(self.dump or ""), "folder for every stage, with a repro.sh")]
+
+def rows() -> list[tuple[str, str, str]]:
+    """Return (variable, value, meaning) of every setting, for the command line."""
+    return [(name, os.environ.get(name, ""), text) for name, text in VARIABLES.items()]

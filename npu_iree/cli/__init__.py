@@ -6,8 +6,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from npu_iree import settings
 from npu_iree.errors import NpuIreeError
-from npu_iree.settings import Settings
 from npu_iree.targets import targets
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
@@ -27,7 +27,7 @@ def list_targets() -> None:
 def list_settings() -> None:
     """List the environment variables that are read, with their values."""
     table = Table("variable", "value", "meaning")
-    for row in Settings.read().rows():
+    for row in settings.rows():
         table.add_row(*row)
     console.print(table)
 

@@ -17,7 +17,7 @@ from lowering.capture import capture_aot
 from lowering.decompositions import decomposition_table
 from lowering.errors import StageError
 from lowering.partition import partition
-from lowering.pipeline import STAGES, compile_region, product_name, restart
+from lowering.pipeline import STAGES, Toolchain, compile_region, product_name, restart
 from lowering.region import Region, extract_region
 from lowering.stages import CompileOptions
 from npu_iree.targets import NPU_LOCAL
@@ -100,7 +100,7 @@ def test_a_failed_stage_says_which_and_leaves_what_repeats_it(tmp_path: Path) ->
     region = region_of(torch.relu, torch.zeros(4, 8))
     flags = ("--iree-hal-target-backends=nonsense",)
     with pytest.raises(StageError) as caught:
-        compile_region(region, NPU_LOCAL.compile, flags=flags, dump=tmp_path)
+        compile_region(region, NPU_LOCAL.compile, Toolchain(flags=flags), tmp_path)
     error = caught.value
     assert error.stage == "linalg-to-flow"
     assert "nonsense" in error.diagnostics
@@ -120,6 +120,7 @@ def test_a_file_that_no_stage_wrote_is_refused(tmp_path: Path) -> None:
 
 def test_compilers_say_nothing_on_the_screen(capfd: pytest.CaptureFixture[str]) -> None:
     region = region_of(torch.relu, torch.zeros(4, 8))
+    flags = ("--iree-hal-target-backends=nonsense",)
     with pytest.raises(StageError):
-        compile_region(region, NPU_LOCAL.compile, flags=("--iree-hal-target-backends=nonsense",))
+        compile_region(region, NPU_LOCAL.compile, Toolchain(flags=flags))
     assert capfd.readouterr() == ("", "")

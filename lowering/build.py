@@ -1,0 +1,134 @@
+"""Get the modules of regions: from the cache, or from the stages, different ones in parallel."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lowering.artifact import Artifact
+from lowering.cache import ArtifactCache, Entry
+from lowering.errors import StageError
+from lowering.key import CacheKey, region_key
+from lowering.pipeline import Toolchain, compile_region
+from lowering.region import Region
+from lowering.target import CompileTarget
+
+log = logging.getLogger(__name__)
+_COUNTING = threading.Lock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Builder:
+    """Compiles regions for one target.
+
+    Attributes:
+        target: what to compile for.
+        toolchain: where the stages run.
+        cache: store of artifacts, or None.
+        dump: folder for the products of the stages, or None.
+        counts: `compiles`, `cache_hits`, `cache_misses` and `compile_ms` are added up here.
+    """
+
+    target: CompileTarget
+    toolchain: Toolchain = field(default_factory=Toolchain)
+    cache: ArtifactCache | None = None
+    dump: Path | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def key(self, region: Region) -> CacheKey:
+        """Return the key of a region."""
+        return region_key(region, self.target, self.toolchain.flags)
+
+    def build(self, regions: Sequence[Region]) -> dict[str, Artifact | StageError]:
+        """Get the artifact of each region, or how the compiler refused it; equal ones once."""
+        keys = {region.name: self.key(region) for region in regions}
+        different = {keys[r.name].digest: r for r in reversed(regions)}
+        built: dict[str, Entry | StageError] = {}
+        missing: list[Region] = []
+        for digest, region in different.items():
+            entry = self._load(keys[region.name])
+            if entry is None:
+                missing.append(region)
+            else:
+                built[digest] = entry
+        built |= self._compile_all(missing, keys)
+        return {r.name: _artifact(r, built[keys[r.name].digest]) for r in regions}
+
+    def attempt(self, region: Region, dump: Path) -> StageError | None:
+        """Compile a region only to see how it fails; None means that it does not."""
+        outcome = self._run_stages(region, dump)
+        return outcome if isinstance(outcome, StageError) else None
+
+    def _load(self, key: CacheKey) -> Entry | None:
+        entry = self.cache.load(key) if self.cache is not None else None
+        if entry is not None:
+            self._count("cache_hits", 1)
+        return entry
+
+    def _compile_all(
+        self, regions: Sequence[Region], keys: dict[str, CacheKey]
+    ) -> dict[str, Entry | StageError]:
+        service = self.toolchain.service
+        if service is None or len(regions) < 2:
+            return {keys[r.name].digest: self._compile(r, keys[r.name]) for r in regions}
+        pool = ThreadPoolExecutor(service.size, thread_name_prefix="lowering")
+        try:
+            futures: dict[str, Future[Entry | StageError]] = {
+                keys[r.name].digest: pool.submit(self._compile, r, keys[r.name]) for r in regions
+            }
+            wait(futures.values())
+        except BaseException:  # Ctrl-C: the workers end, so the threads do
+            pool.shutdown(wait=False, cancel_futures=True)
+            service.close()
+            raise
+        pool.shutdown()
+        return {digest: future.result() for digest, future in futures.items()}
+
+    def _compile(self, region: Region, key: CacheKey) -> Entry | StageError:
+        dump = self.dump / region.name if self.dump is not None else None
+        if self.cache is None:
+            return self._run_stages(region, dump, key)
+        with self.cache.lock(key):
+            if entry := self._load(key):  # another process was faster
+                return entry
+            self._count("cache_misses", 1)
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug(
+                    "%s: no entry; the nearest differs in %s", region.name, self.cache.nearest(key)
+                )
+            built = self._run_stages(region, dump, key)
+            if isinstance(built, Entry):
+                self.cache.store(key, built)
+            return built
+
+    def _run_stages(
+        self, region: Region, dump: Path | None, key: CacheKey | None = None
+    ) -> Entry | StageError:
+        started = time.perf_counter()
+        try:
+            module = compile_region(region, self.target, self.toolchain, dump)
+        except StageError as error:
+            return error
+        finally:
+            elapsed_ms = round((time.perf_counter() - started) * 1e3)
+            self._count("compiles", 1)
+            self._count("compile_ms", elapsed_ms)
+            log.info("%s: compiled in %d ms", region.name, elapsed_ms)
+        return Entry(key.parts if key else {}, module.flags, module.vmfb, module.source)
+
+    def _count(self, name: str, number: int) -> None:
+        with _COUNTING:
+            self.counts[name] += number
+
+
+def _artifact(region: Region, entry: Entry | StageError) -> Artifact | StageError:
+    if isinstance(entry, StageError):
+        return entry
+    ops = tuple((op, str(line)) for op, line in region.ops)
+    return Artifact(region.name, entry.vmfb, region.signature, entry.flags, ops)

@@ -1,0 +1,205 @@
+"""A content-addressed store of compiled regions, safe between processes; no pickle.
+
+An entry is one file: a line with the SHA-256 of the rest, a line of JSON (format, labelled key,
+chosen flags), the compressed source, and the .vmfb. It is written to a temporary name and renamed,
+so a reader sees all of it or nothing. What does not check is removed and rebuilt, never run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+
+from lowering.key import CacheKey
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+SUFFIX = ".npua"
+_ABANDONED_S = 3600
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is stored of a region.
+
+    Attributes:
+        parts: the labelled key.
+        flags: the `iree-compile` flags that were chosen.
+        vmfb: the module.
+        source: the region in the torch dialect, to compile it again.
+    """
+
+    parts: Mapping[str, str]
+    flags: tuple[str, ...]
+    vmfb: bytes
+    source: str
+
+    def to_bytes(self) -> bytes:
+        """Write the entry as a file's content."""
+        source = zlib.compress(self.source.encode())
+        head = {
+            "format": FORMAT,
+            "key": dict(self.parts),
+            "flags": self.flags,
+            "source_bytes": len(source),
+        }
+        body = json.dumps(head, sort_keys=True).encode() + b"\n" + source + self.vmfb
+        return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Entry:
+        """Read a file's content.
+
+        Raises:
+            ValueError: it is damaged or of another format.
+        """
+        checksum, _, body = data.partition(b"\n")
+        if hashlib.sha256(body).hexdigest().encode() != checksum:
+            raise ValueError("its checksum does not match")
+        line, _, data = body.partition(b"\n")
+        head = json.loads(line)
+        if head["format"] != FORMAT:
+            raise ValueError(f"it has format {head['format']}, not {FORMAT}")
+        size = head["source_bytes"]
+        source = zlib.decompress(data[:size]).decode()
+        return cls(head["key"], tuple(head["flags"]), data[size:], source)
+
+
+class ArtifactCache:
+    """The store, in one folder. A folder that cannot be written to is a cache that is off.
+
+    Attributes:
+        folder: where the entries are.
+        limit_bytes: what they may take; the least recently used go first.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int = 4 << 30) -> None:
+        self.folder = folder
+        self.limit_bytes = limit_bytes
+        self._is_writable = True
+
+    def load(self, key: CacheKey) -> Entry | None:
+        """Return the entry of a key, or None; a damaged entry is removed, with one log line."""
+        path = self.path(key.digest)
+        try:
+            entry = Entry.from_bytes(path.read_bytes())
+            if dict(entry.parts) != dict(key.parts):
+                raise ValueError("it belongs to another key")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+            log.warning("cache entry %s is rebuilt: %s", path.name, error)
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # the order of eviction is that of last use
+        return entry
+
+    def store(self, key: CacheKey, entry: Entry) -> None:
+        """Keep an entry; if that is not possible, say so once and go on without."""
+        try:
+            write_atomically(self.path(key.digest), entry.to_bytes())
+        except OSError as error:
+            self._give_up(error)
+            return
+        self.prune()
+
+    @contextlib.contextmanager
+    def lock(self, key: CacheKey) -> Iterator[None]:
+        """Let one process at a time compile a key; without a folder to lock in, let all."""
+        path = self.folder / "locks" / f"{key.digest}.lock"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(path)
+            lock.acquire()
+        except OSError as error:
+            self._give_up(error)
+            yield
+            return
+        try:
+            yield
+        finally:
+            # Whoever waits for a lock file that is gone makes a new one, finds the entry, and
+            # compiles nothing; so the file may go while others wait.
+            with contextlib.suppress(OSError):
+                path.unlink()
+            lock.release()
+
+    def entries(self) -> list[tuple[Path, Entry]]:
+        """Return the readable entries, the most recently used first."""
+        found = []
+        for path in self._by_use():
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                found.append((path, Entry.from_bytes(path.read_bytes())))
+        return found
+
+    def nearest(self, key: CacheKey) -> list[str] | None:
+        """Name the parts in which the entry that is most like `key` differs; None: no entries."""
+        differences = [key.differences(entry.parts) for _, entry in self.entries()]
+        return min(differences, key=len, default=None)
+
+    def prune(self, limit_bytes: int | None = None) -> list[Path]:
+        """Remove the least recently used entries until the rest fits the limit.
+
+        Also removes what killed processes have left half-written an hour ago or more.
+        """
+        for path in (self.folder / "artifacts").glob(".*"):
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime > _ABANDONED_S:
+                    path.unlink()
+        limit = self.limit_bytes if limit_bytes is None else limit_bytes
+        removed, total = [], 0
+        for path in self._by_use():
+            with contextlib.suppress(OSError):
+                total += path.stat().st_size
+                if total > limit:
+                    path.unlink()
+                    removed.append(path)
+        return removed
+
+    def path(self, digest: str) -> Path:
+        """Return where the entry of a digest is, or would be."""
+        return self.folder / "artifacts" / f"{digest}{SUFFIX}"
+
+    def _by_use(self) -> list[Path]:
+        paths = []
+        for path in (self.folder / "artifacts").glob(f"*{SUFFIX}"):
+            with contextlib.suppress(OSError):
+                paths.append((path.stat().st_mtime_ns, path))
+        return [path for _, path in sorted(paths, reverse=True)]
+
+    def _give_up(self, error: OSError) -> None:
+        if self._is_writable:
+            log.warning("nothing is cached: %s cannot be written to (%s)", self.folder, error)
+        self._is_writable = False
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file so that a reader sees all of it or nothing, and a failure leaves nothing.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise

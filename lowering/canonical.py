@@ -1,0 +1,92 @@
+"""The canonical text of a region's graph: equal for equal programs, different for different ones.
+
+Names, symbols' names and source lines are left out; ops, wiring, attributes, dtypes, shapes and the
+bytes of constants are in. It is the program's part of a cache key, and needs no compiler to make.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowering.dtypes import dtype_name
+
+_SYMBOL = re.compile(r"\b[a-z]+\d+\b")
+
+
+def canonical_text(graph_module: fx.GraphModule) -> str:
+    """Write a region's graph, one line a node.
+
+    Example:
+        %0 = input f32[s0,8]
+        %1 = aten.relu.default(%0) -> f32[s0,8]
+        return [%1]
+    """
+    symbols = _Symbols()
+    names: dict[fx.Node, str] = {}
+    lines: list[str] = []
+    for node in graph_module.graph.nodes:
+        if node.op == "output":
+            lines.append(f"return {_text(node.args[0], names, symbols)}")
+            continue
+        names[node] = f"%{len(names)}"
+        kind = _value_text(node.meta.get("val"), symbols)
+        if node.op == "placeholder":
+            line = f"input {kind}"
+        elif node.op == "get_attr":
+            line = f"constant {_constant_text(getattr(graph_module, str(node.target)))}"
+        else:
+            args = [_text(arg, names, symbols) for arg in node.args]
+            args += [f"{k}={_text(v, names, symbols)}" for k, v in sorted(node.kwargs.items())]
+            line = f"{_target_name(node.target)}({', '.join(args)}) -> {kind}"
+        lines.append(f"{names[node]} = {line}")
+    return "\n".join(lines)
+
+
+class _Symbols:
+    """Renames symbolic sizes by the order in which they appear."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+
+    def rename(self, text: str) -> str:
+        return _SYMBOL.sub(lambda m: self._names.setdefault(m[0], f"s{len(self._names)}"), text)
+
+
+def _value_text(value: Any, symbols: _Symbols) -> str:
+    if isinstance(value, torch.Tensor):
+        sizes = ",".join(symbols.rename(str(size)) for size in value.shape)
+        return f"{dtype_name(value.dtype)}[{sizes}]"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(_value_text(v, symbols) for v in value)})"
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return f"{type(value).__name__}[{symbols.rename(str(value))}]"
+    return type(value).__name__
+
+
+def _text(value: Any, names: dict[fx.Node, str], symbols: _Symbols) -> str:
+    if isinstance(value, fx.Node):
+        return names[value]
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_text(v, names, symbols) for v in value)}]"
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return symbols.rename(str(value))
+    return f"{type(value).__name__}:{value}"
+
+
+def _constant_text(tensor: torch.Tensor) -> str:
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    sizes = ",".join(map(str, tensor.shape))
+    return f"{dtype_name(tensor.dtype)}[{sizes}] {hashlib.sha256(data).hexdigest()}"
+
+
+def _target_name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', target)}"

@@ -1,0 +1,70 @@
+"""What a compiler build has refused before, so that the next process does not ask again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from filelock import FileLock
+
+from lowering.cache import write_atomically
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Denial:
+    """One finding.
+
+    Attributes:
+        program: digest of the key of the op, or of the region, alone: program, target, flags and
+            compiler build. Another build has another digest, and so is asked again.
+        op: name of the op; empty for a region whose parts only compile apart.
+        parts: for such a region, how many nodes each part has, in order.
+        target: name of the target.
+        reason: what the compiler said, in one line.
+        where: the user's line.
+        repro: folder that repeats the failure.
+    """
+
+    program: str
+    op: str
+    parts: tuple[int, ...] = ()
+    target: str
+    reason: str
+    where: str = ""
+    repro: str = ""
+
+
+class DenialRecord:
+    """The findings, in one JSON file, safe between processes. A damaged file is begun anew."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def read(self) -> dict[str, Denial]:
+        """Return all findings by their program."""
+        try:
+            rows = json.loads(self.path.read_text())
+            found = [Denial(**{**row, "parts": tuple(row["parts"])}) for row in rows]
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            log.warning("the denial record %s is begun anew: %s", self.path, error)
+            return {}
+        return {denial.program: denial for denial in found}
+
+    def add(self, denials: Sequence[Denial]) -> None:
+        """Add findings; where nothing can be written, they are found again next time."""
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            lock = self.path.with_suffix(".lock")
+            with FileLock(lock):
+                table = {**self.read(), **{d.program: d for d in denials}}
+                rows = [asdict(denial) for denial in table.values()]
+                write_atomically(self.path, json.dumps(rows, indent=1).encode())
+                lock.unlink()

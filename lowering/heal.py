@@ -1,0 +1,189 @@
+"""When the compiler refuses a region: only the ops to blame go to the host, now and next time."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torch import fx
+
+from lowering.bisect import diagnose
+from lowering.build import Builder
+from lowering.capture import CapturedGraph
+from lowering.denials import Denial, DenialRecord
+from lowering.errors import StageError
+from lowering.nodes import is_scalar
+from lowering.region import Region, bound_nodes, extract_region
+from lowering.segments import DEVICE, Segment, with_own_sizes
+from lowering.source import user_line
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Healed:
+    """What was found out about a graph.
+
+    Attributes:
+        failed: nodes that the compiler refuses, and why.
+        apart: nodes that it only takes apart: those with different numbers.
+    """
+
+    failed: dict[fx.Node, str] = field(default_factory=dict)
+    apart: dict[fx.Node, int] = field(default_factory=dict)
+
+    def keep_apart(self, parts: Sequence[Sequence[fx.Node]]) -> None:
+        """Give each part a number of its own."""
+        first = max(self.apart.values(), default=0) + 1
+        for number, part in enumerate(parts, start=first):
+            self.apart |= dict.fromkeys(part, number)
+
+
+class Healer:
+    """Heals the regions of one graph, and remembers what it found."""
+
+    def __init__(
+        self, builder: Builder, denials: DenialRecord | None, captured: CapturedGraph
+    ) -> None:
+        self._builder = builder
+        self._denials = denials
+        self._captured = captured
+
+    def recall(self, regions: Callable[[Healed], Sequence[Segment]]) -> Healed:
+        """Apply what was found before.
+
+        Args:
+            regions: gives the device segments of the graph under what is known so far.
+        """
+        healed = Healed()
+        known = self._denials.read() if self._denials is not None else {}
+        ops = {denial.op for denial in known.values()}
+        for node in self._captured.nodes:
+            if str(node.target) in ops and (denial := known.get(self._program(_with_parts(node)))):
+                healed.failed |= dict.fromkeys(_with_parts(node), f"{denial.reason} (found before)")
+                self._builder.counts["denials"] += 1
+        for segment in regions(healed) if any(d.parts for d in known.values()) else ():
+            if denial := known.get(self._program(segment.nodes)):
+                healed.keep_apart(_split(segment.nodes, denial.parts))
+                self._builder.counts["denials"] += 1
+        return healed
+
+    def heal(self, segment: Segment, error: StageError, healed: Healed) -> None:
+        """Find out what of a region is to blame, say so, and remember it.
+
+        Args:
+            segment: the region.
+            error: how the compiler refused it.
+            healed: takes what is found.
+        """
+        with tempfile.TemporaryDirectory(prefix="npu-iree-") as scratch:
+            trials = _Trials(self, Path(scratch))
+            found = diagnose(segment.nodes, error, trials.attempt)
+            denials = []
+            for node, failure in found.blamed.items():
+                healed.failed[node] = _reason(failure)
+                if node.target is not operator.getitem:
+                    denials.append(self._deny(node, failure, trials))
+        self._builder.counts["healed_ops"] += len(denials)
+        if found.parts:
+            healed.keep_apart(found.parts)
+            denials.append(self._deny_together(segment, error, found.parts))
+        if self._denials is not None:
+            self._denials.add(denials)
+
+    def region(self, nodes: Sequence[fx.Node]) -> Region:
+        """Make some nodes a region of their own."""
+        scalars = [n for n in self._captured.nodes if is_scalar(n)]
+        segment = with_own_sizes(Segment(DEVICE, list(nodes), "trial"), scalars)
+        return extract_region(segment, bound_nodes(self._captured))
+
+    def _program(self, nodes: Sequence[fx.Node]) -> str:
+        return self._builder.key(self.region(nodes)).digest
+
+    def _deny(self, node: fx.Node, error: StageError, trials: _Trials) -> Denial:
+        line, reason, program = user_line(node), _reason(error), self._program(_with_parts(node))
+        repro = trials.keep(node, program)
+        log.warning(
+            "%s runs on the host: the compiler refused it (%s)%s\n  %s",
+            node.target,
+            reason,
+            f"\n  at {line}" if line.where else "",
+            f"repeat it with: bash {repro / 'repro.sh'}"
+            if repro
+            else "NPU_IREE_DUMP keeps a repro",
+        )
+        return Denial(
+            program=program,
+            op=str(node.target),
+            target=self._builder.target.name,
+            reason=reason,
+            where=line.where,
+            repro=str(repro or ""),
+        )
+
+    def _deny_together(
+        self, segment: Segment, error: StageError, parts: Sequence[Sequence[fx.Node]]
+    ) -> Denial:
+        log.warning(
+            "%s is compiled in %d parts: as one the compiler refused it (%s)",
+            segment.name,
+            len(parts),
+            _reason(error),
+        )
+        return Denial(
+            program=self._program(segment.nodes),
+            op="",
+            parts=tuple(map(len, parts)),
+            target=self._builder.target.name,
+            reason=_reason(error),
+        )
+
+
+class _Trials:
+    """Compiles of parts of a region, each with a dump that is kept if its op is to blame."""
+
+    def __init__(self, healer: Healer, folder: Path) -> None:
+        self._healer = healer
+        self._folders = (folder / str(i) for i in itertools.count())
+        self._dumps: dict[tuple[fx.Node, ...], Path] = {}
+
+    def attempt(self, nodes: Sequence[fx.Node]) -> StageError | None:
+        """Compile some nodes as a region of their own; return how it fails, or None."""
+        dump = self._dumps[tuple(nodes)] = next(self._folders)
+        return self._healer._builder.attempt(self._healer.region(nodes), dump)
+
+    def keep(self, node: fx.Node, program: str) -> Path | None:
+        """Move the dump of a blamed node to where the user can find it."""
+        cache = self._healer._builder.cache
+        nodes = tuple(_with_parts(node))
+        if cache is None:
+            return None
+        if nodes not in self._dumps:  # the region was this op alone
+            self.attempt(nodes)
+        kept = cache.folder / "failures" / program[:16]
+        try:
+            shutil.copytree(self._dumps[nodes], kept, dirs_exist_ok=True)
+        except OSError:
+            return None
+        return kept
+
+
+def _with_parts(node: fx.Node) -> list[fx.Node]:
+    """Give a node and the nodes that take its result apart."""
+    return [node, *(user for user in node.users if user.target is operator.getitem)]
+
+
+def _split(nodes: Sequence[fx.Node], sizes: Sequence[int]) -> list[Sequence[fx.Node]]:
+    ends = list(itertools.accumulate(sizes))
+    return [nodes[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def _reason(error: StageError) -> str:
+    lines = error.diagnostics.splitlines() or ["no reason given"]
+    return f"stage {error.stage}: {lines[0][:300]}"

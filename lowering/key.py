@@ -1,0 +1,90 @@
+"""The key of a compiled region: everything that may change its bytes, each part labelled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from lowering.canonical import canonical_text
+from lowering.region import Region
+from lowering.target import CompileTarget, FlagSet
+
+PACKAGES = ("torch", "torch-mlir", "iree-base-compiler")
+
+
+@dataclass(frozen=True)
+class CacheKey:
+    """Labelled parts, and the digest of them all; prints itself.
+
+    Attributes:
+        parts: label -> text. Long parts (the program) are digests.
+    """
+
+    parts: Mapping[str, str]
+
+    @property
+    def digest(self) -> str:
+        """The name of the entry: SHA-256 of the parts, in hexadecimal."""
+        text = json.dumps(dict(sorted(self.parts.items())))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def differences(self, other: Mapping[str, str]) -> list[str]:
+        """Name the parts in which another key differs."""
+        labels = sorted({*self.parts, *other})
+        return [label for label in labels if self.parts.get(label) != other.get(label)]
+
+    def __str__(self) -> str:
+        lines = [f"{label}: {text}" for label, text in sorted(self.parts.items())]
+        return "\n".join([self.digest, *lines])
+
+
+def region_key(region: Region, target: CompileTarget, flags: FlagSet = ()) -> CacheKey:
+    """Make the key of a region for a target.
+
+    Args:
+        region: the region.
+        target: what to compile for; all flag sets that may be tried are part of the key.
+        flags: the user's own flags.
+    """
+    flag_sets = target.flag_sets_for(region.has_convolution, flags)
+    is_for_this_cpu = any("target-cpu=host" in flag for flags in flag_sets for flag in flags)
+    return CacheKey(
+        {
+            "program": _digest(canonical_text(region.graph_module)),
+            "parameters": str(len(region.signature.parameters)),
+            "flags": json.dumps(flag_sets),
+            "target": target.name,
+            "cpu": host_cpu() if is_for_this_cpu else "",
+            **compiler_build(),
+        }
+    )
+
+
+@cache
+def compiler_build() -> dict[str, str]:
+    """Return what compiles: versions of the packages, and a digest of our own lowering."""
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
+    ours = _digest("".join(path.read_text() for path in sources))
+    return {**{name: metadata.version(name) for name in PACKAGES}, "lowering": ours}
+
+
+@cache
+def host_cpu() -> str:
+    """Return the CPU that code for `host` is for: its model, and a digest of its features."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    table = dict(reversed([line.partition("\t: ")[::2] for line in lines if "\t: " in line]))
+    cells = {name.strip(): value for name, value in table.items()}
+    return f"{cells.get('model name', platform.machine())} {_digest(cells.get('flags', ''))[:16]}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,128 @@
+"""`python -m lowering.worker`: runs lowering stages for another process, without torch.
+
+Requests and replies are frames on a pair of pipes: the lengths of a JSON head and of a body (4
+bytes each, big-endian), the head, the body. A crash, a hang or an exhausted memory in here is, over
+there, an ordinary exception (`lowering/service.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+import time
+from typing import Any, BinaryIO
+
+from lowering.stages import CompileOptions, Stage
+
+# stage -> module and value; torch is not among what these import.
+STAGES = {
+    "torch-to-linalg": ("lowering.stages.torch_to_linalg", "TORCH_TO_LINALG"),
+    "linalg-to-flow": ("lowering.stages.linalg_to_flow", "LINALG_TO_FLOW"),
+    "flow-to-vmfb": ("lowering.stages.flow_to_vmfb", "FLOW_TO_VMFB"),
+}
+_LENGTHS = struct.Struct(">II")
+
+
+def write_frame(stream: BinaryIO, head: dict[str, Any], body: bytes = b"") -> None:
+    """Send one frame."""
+    data = json.dumps(head).encode()
+    stream.write(_LENGTHS.pack(len(data), len(body)) + data + body)
+    stream.flush()
+
+
+def read_frame(stream: BinaryIO) -> tuple[dict[str, Any], bytes]:
+    """Receive one frame.
+
+    Raises:
+        EOFError: the other side is gone.
+    """
+    head_size, body_size = _LENGTHS.unpack(_read(stream, _LENGTHS.size))
+    return json.loads(_read(stream, head_size)), _read(stream, body_size)
+
+
+def _read(stream: BinaryIO, size: int) -> bytes:
+    data = stream.read(size)
+    if len(data) < size:
+        raise EOFError("the other side is gone")
+    return data
+
+
+def main() -> None:
+    """Serve requests until the other side closes its pipe."""
+    _die_with_parent()
+    requests = os.fdopen(os.dup(0), "rb")
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # a compiler that prints must not write into the frames
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            head, body = read_frame(requests)
+            write_frame(replies, *_serve(head, body))
+
+
+def _serve(head: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
+    _limit_memory(head["memory_limit_bytes"])
+    stage = _stage(head["stage"])
+    options = CompileOptions(flags=tuple(head["flags"]), parameters=head["parameters"])
+    started = time.perf_counter()
+    try:
+        _commit_fault(head.get("fault"))
+        product = stage.run(body.decode(), options)
+        problem = stage.verify(product)
+    except MemoryError:
+        return {"error": "it ran out of memory"}, b""
+    except Exception as error:
+        return {"error": str(error) or type(error).__name__}, b""
+    if problem:
+        return {"error": problem}, b""
+    data = product if isinstance(product, bytes) else product.encode()
+    return {"seconds": time.perf_counter() - started}, data
+
+
+def _stage(name: str) -> Stage:
+    module, value = STAGES[name]
+    stage: Stage = getattr(importlib.import_module(module), value)
+    return stage
+
+
+def _limit_memory(limit_bytes: int) -> None:
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to kill us when the process that started us ends, however it ends."""
+    if sys.platform == "linux":
+        import ctypes
+
+        set_death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+
+
+def _commit_fault(fault: str | None) -> None:
+    """Do what a test asks for in the place of a compiler that fails."""
+    match fault:
+        case "abort":
+            os.abort()
+        case "segv":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "hang":
+            signal.pause()
+        case "memory":
+            hoard = []
+            while True:
+                hoard.append(bytearray(1 << 28))
+        case "error":
+            raise SystemExit("asked to fail")
+
+
+if __name__ == "__main__":
+    main()
