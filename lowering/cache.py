@@ -46,6 +46,11 @@ class Entry:
     vmfb: bytes
     source: str
 
+    @property
+    def key(self) -> CacheKey:
+        """The key."""
+        return CacheKey(self.parts)
+
     def to_bytes(self) -> bytes:
         """Write the entry as a file's content."""
         source = zlib.compress(self.source.encode())

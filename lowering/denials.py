@@ -49,13 +49,21 @@ class DenialRecord:
     def read(self) -> dict[str, Denial]:
         """Return all findings by their program."""
         try:
-            rows = json.loads(self.path.read_text())
-            found = [Denial(**{**row, "parts": tuple(row["parts"])}) for row in rows]
+            return self.parse(self.path.read_text())
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, TypeError, KeyError) as error:
             log.warning("the denial record %s is begun anew: %s", self.path, error)
             return {}
+
+    @staticmethod
+    def parse(text: str) -> dict[str, Denial]:
+        """Read the content of a record.
+
+        Raises:
+            ValueError, TypeError, KeyError: it is none.
+        """
+        found = [Denial(**{**row, "parts": tuple(row["parts"])}) for row in json.loads(text)]
         return {denial.program: denial for denial in found}
 
     def add(self, denials: Sequence[Denial]) -> None:

@@ -101,6 +101,19 @@ def compile_region(
     raise StageError(LINALG_TO_FLOW.name, f"target {target.name!r} lists no flag sets")
 
 
+def compile_source(source: str, flags: FlagSet, parameters: int) -> bytes:
+    """Compile a region again from the torch dialect, in this process.
+
+    Raises:
+        StageError: a stage failed.
+    """
+    options = CompileOptions(flags=flags, parameters=parameters)
+    value: Any = source
+    for stage in STAGES[1:]:
+        value = run_stage(stage, value, options)
+    return bytes(value)
+
+
 def run_stage(
     stage: Stage,
     value: Any,

@@ -7,10 +7,12 @@ from rich.console import Console
 from rich.table import Table
 
 from npu_iree import settings
+from npu_iree.cli import cache
 from npu_iree.errors import NpuIreeError
 from npu_iree.targets import targets
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+app.add_typer(cache.app, name="cache")
 console = Console()
 
 

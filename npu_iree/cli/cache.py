@@ -1,0 +1,169 @@
+"""`npu-iree cache`: look into the compile cache, check it, move it, shrink it."""
+
+from __future__ import annotations
+
+import random
+import zipfile
+from datetime import datetime
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from lowering.cache import SUFFIX, ArtifactCache, Entry, write_atomically
+from lowering.denials import DenialRecord
+from npu_iree.errors import NpuIreeError
+from npu_iree.settings import Settings
+
+app = typer.Typer(no_args_is_help=True, help=__doc__)
+console = Console()
+
+
+@app.command("ls")
+def list_entries() -> None:
+    """List the entries, the most recently used first."""
+    table = Table("entry", "target", "bytes", "parameters", "last used")
+    for path, entry in _cache().entries():
+        stat = path.stat()
+        used = datetime.fromtimestamp(stat.st_mtime).isoformat(" ", "seconds")
+        parts = entry.parts
+        table.add_row(path.stem[:16], parts["target"], str(stat.st_size), parts["parameters"], used)
+    console.print(table)
+
+
+@app.command()
+def info() -> None:
+    """Show where the cache is, how large it is and may become, and what it holds."""
+    cache = _cache()
+    sizes = [path.stat().st_size for path, _ in cache.entries()]
+    table = Table("what", "value")
+    table.add_row("folder", str(cache.folder))
+    table.add_row("entries", str(len(sizes)))
+    table.add_row("bytes", f"{sum(sizes)} of at most {cache.limit_bytes}")
+    table.add_row("denials", str(len(_denials().read())))
+    console.print(table)
+
+
+@app.command()
+def why(one: str, other: str) -> None:
+    """Say in which parts the keys of two entries differ; a prefix of the digest names an entry."""
+    first, second = _find(one), _find(other)
+    table = Table("part", one, other)
+    for label in sorted({*first.parts, *second.parts}):
+        if first.parts.get(label) != second.parts.get(label):
+            table.add_row(label, first.parts.get(label, ""), second.parts.get(label, ""))
+    console.print(table if table.row_count else "the keys are the same")
+
+
+@app.command()
+def verify(
+    sample: int = typer.Option(4, help="how many entries to compile again; 0: all"),
+    seed: int = typer.Option(0, help="of the choice"),
+) -> None:
+    """Compile a sample of entries again and compare; exit code 1 if one differs."""
+    entries = _cache().entries()
+    chosen = random.Random(seed).sample(entries, min(sample or len(entries), len(entries)))
+    wrong = [
+        path
+        for path, entry in track(chosen, "compiling again", console=console, transient=True)
+        if _compile_again(entry) != entry.vmfb
+    ]
+    for path in wrong:
+        console.print(f"{path.stem[:16]} differs from what its source compiles to now")
+    console.print(f"{len(chosen) - len(wrong)} of {len(chosen)} entries are what they should be")
+    raise typer.Exit(code=bool(wrong))
+
+
+@app.command()
+def prune(limit_bytes: int = typer.Option(None, help="by default the cache's own limit")) -> None:
+    """Remove the least recently used entries until the rest fits."""
+    removed = _cache().prune(limit_bytes)
+    console.print(f"removed {len(removed)} entries")
+
+
+@app.command()
+def clear() -> None:
+    """Remove all entries and denials."""
+    removed = _cache().prune(0)
+    _denials().path.unlink(missing_ok=True)
+    console.print(f"removed {len(removed)} entries and the denial record")
+
+
+@app.command("export")
+def export_entries(file: Path) -> None:
+    """Write all entries and denials into one zip file."""
+    cache, denials = _cache(), _denials()
+    entries = cache.entries()
+    with zipfile.ZipFile(file, "w") as archive:
+        for path, _ in entries:
+            archive.write(path, f"artifacts/{path.name}")
+        if denials.path.exists():
+            archive.write(denials.path, denials.path.name)
+    console.print(f"wrote {len(entries)} entries to {file}")
+
+
+@app.command("import")
+def import_entries(file: Path) -> None:
+    """Take over the entries and denials of a zip file; what is damaged is left out."""
+    cache, taken = _cache(), 0
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for name in archive.namelist():
+                if name.endswith(SUFFIX):
+                    taken += _take_over(cache, archive.read(name), name)
+                elif name == _denials().path.name:
+                    _take_over_denials(archive.read(name))
+    except (OSError, zipfile.BadZipFile) as error:
+        raise NpuIreeError(f"cannot read {file}: {error}") from error
+    console.print(f"took over {taken} entries")
+
+
+@app.command("denials")
+def list_denials() -> None:
+    """List what the compiler has refused, and where it can be repeated."""
+    table = Table("op", "target", "why", "where", "repro")
+    for denial in _denials().read().values():
+        what = denial.op or f"a region, taken in {len(denial.parts)} parts"
+        table.add_row(what, denial.target, denial.reason, denial.where, denial.repro)
+    console.print(table)
+
+
+def _cache() -> ArtifactCache:
+    settings = Settings.read()
+    if settings.cache is None:
+        raise NpuIreeError("the cache is off (NPU_IREE_CACHE=off)")
+    return ArtifactCache(settings.cache, settings.cache_limit_bytes)
+
+
+def _denials() -> DenialRecord:
+    return DenialRecord(_cache().folder / "denials.json")
+
+
+def _find(prefix: str) -> Entry:
+    found = [entry for path, entry in _cache().entries() if path.name.startswith(prefix)]
+    if len(found) != 1:
+        raise NpuIreeError(f"{len(found)} entries begin with {prefix!r}; see `npu-iree cache ls`")
+    return found[0]
+
+
+def _take_over(cache: ArtifactCache, data: bytes, name: str) -> bool:
+    try:
+        entry = Entry.from_bytes(data)
+    except (ValueError, KeyError, TypeError) as error:
+        console.print(f"{name} is left out: {error}")
+        return False
+    write_atomically(cache.path(entry.key.digest), data)
+    return True
+
+
+def _take_over_denials(data: bytes) -> None:
+    record = _denials()
+    record.add(list(record.parse(data.decode()).values()))
+
+
+def _compile_again(entry: Entry) -> bytes:
+    from lowering.pipeline import compile_source
+
+    return compile_source(entry.source, entry.flags, int(entry.parts["parameters"]))
