@@ -16,6 +16,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lowering.build import Builder
 from lowering.cache import ArtifactCache
@@ -165,7 +166,8 @@ def _compile_aot(
     is_same = is_inference and len(source.inputs) == len(inputs)
     weights = _bindable_weights(source.inputs) if is_same and options.bind_weights else ()
     captured = capture_aot(graph_module, weights, source.names if is_same else ())
-    runner = compile_graph(captured, options)
+    with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
+        runner = compile_graph(captured, options)
 
     def run(args: list[Any]) -> list[Any]:
         results = runner(*args)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lowering.capture import capture_aot
 from lowering.decompositions import decomposition_table
@@ -122,7 +123,8 @@ def explain(
 
     def plan(names: Sequence[str], graph_module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         captured = capture_aot(graph_module, names=names if len(names) == len(inputs) else ())
-        _, schedule = compiler_for(parsed).plan(captured)
+        with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
+            _, schedule = compiler_for(parsed).plan(captured)
         found.graphs.append(GraphExplanation(schedule, parsed.target_value))
         run = functools.partial(_run_boxed, graph_module)
         run._boxed_call = True  # type: ignore[attr-defined]
