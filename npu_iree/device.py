@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -217,7 +218,10 @@ def open_device(target: Target | str = "npu-local") -> Device:
     target = find_target(target) if isinstance(target, str) else target
     with _OPENING:
         if target.name not in _DEVICES:
-            _DEVICES[target.name] = Device(target)
+            device = _DEVICES[target.name] = Device(target)
+            # Results that live in any module may be freed after this one at the interpreter's
+            # end, and need the device then: it is never destroyed.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(device.hal))
         return _DEVICES[target.name]
 
 

@@ -18,6 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 def address_of(tensor: torch.Tensor) -> int:
     """Return where a tensor's bytes are; unlike `data_ptr()`, without ending a copy-on-write."""
+    return storage_address(tensor) + int(tensor.storage_offset()) * tensor.element_size()
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Return where a tensor's storage begins, without ending a copy-on-write."""
     return int(torch._C._data_address(tensor))  # type: ignore[attr-defined]
 
 
@@ -54,8 +59,7 @@ def frozen(tensor: torch.Tensor) -> torch.Tensor:
         RuntimeError: PyTorch did not allocate the memory.
     """
     clone = torch._lazy_clone(tensor.detach())
-    start = address_of(clone) - int(clone.storage_offset()) * clone.element_size()
-    memory = bytes_at(start, int(clone.untyped_storage().nbytes()), owner=clone)
+    memory = bytes_at(storage_address(clone), int(clone.untyped_storage().nbytes()), owner=clone)
     whole = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
     return whole.as_strided(clone.size(), clone.stride(), clone.storage_offset())
 

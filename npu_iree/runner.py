@@ -19,7 +19,7 @@ from npu_iree.array import DeviceArray
 from npu_iree.device import Device, dense_copy, why_not_in_place
 from npu_iree.errors import DeviceError, InternalError
 from npu_iree.executable import Executable
-from npu_iree.frozen import address_of, frozen, is_lazy_copy
+from npu_iree.frozen import frozen, is_lazy_copy, storage_address
 from npu_iree.timeline import wait_all
 from npu_iree.transfers import Transfer, is_watched, record
 from npu_iree.weights import Weights
@@ -256,17 +256,12 @@ class Runner:
 
     def _separate(self, results: list[Any], args: Sequence[Any]) -> None:
         """Give results memory of their own where it is an argument's or another result's."""
-        taken = {_start_of(a) for a in args if isinstance(a, torch.Tensor)}
+        taken = {storage_address(a) for a in args if isinstance(a, torch.Tensor)}
         for i in self._distinct:
-            pointer = _start_of(results[i])
+            pointer = storage_address(results[i])
             if pointer in taken and results[i].numel():
                 results[i] = results[i].clone()
             taken.add(pointer)
-
-
-def _start_of(tensor: torch.Tensor) -> int:
-    """Return where a tensor's storage begins; reading it does not end a copy-on-write."""
-    return address_of(tensor) - int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _shape_only(array: DeviceArray | None, crossing: _Crossing | None) -> torch.Tensor:

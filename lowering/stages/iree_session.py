@@ -22,6 +22,7 @@ class IreeSession:
         self._session: Any = Session()
         self._session.set_flags(*options.flags)
         self.context: Any = self._session.context
+        self.context.load_all_available_dialects()  # for ops that we create ourselves
         self._messages: list[str] = []
         self._handler = self.context.attach_diagnostic_handler(self._collect)
 

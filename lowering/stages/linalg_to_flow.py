@@ -7,6 +7,7 @@ from typing import Any
 from lowering.abi import ENTRY, PARAMETER_SCOPE, parameter_name
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.iree_session import IreeSession
+from lowering.stages.linalg_rewrites import keep_arguments, separate_reads
 
 
 def linalg_to_flow(linalg_asm: str, options: CompileOptions) -> str:
@@ -26,19 +27,24 @@ def linalg_to_flow(linalg_asm: str, options: CompileOptions) -> str:
         RuntimeError: the compiler refused the module; the text is what it said.
     Source: `iree-compile --compile-to=flow`; `#flow.parameter.named` and `util.global`.
     """
+    from iree.compiler import ir
+
     with IreeSession(options) as session:
         module = session.parse(linalg_asm)
         with session.context:
-            _bind_parameters(module, options.parameters)
+            function = next(op for op in module.body.operations if _symbol(op) == ENTRY)
+            _bind_parameters(module, function, options.parameters)
+            with ir.Location.unknown():
+                keep_arguments(function)
+                separate_reads(function)
         session.compile(module, end="flow")
         return str(module.operation.get_asm())
 
 
-def _bind_parameters(module: Any, count: int) -> None:
+def _bind_parameters(module: Any, function: Any, count: int) -> None:
     """Turn the last `count` arguments of the entry point into loads of globals."""
     from iree.compiler import ir
 
-    function = next(op for op in module.body.operations if _symbol(op) == ENTRY)
     block = function.regions[0].blocks[0]
     first = len(block.arguments) - count
     with ir.Location.unknown():
