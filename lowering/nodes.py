@@ -39,6 +39,14 @@ MOVE_OPS = frozenset(
         "prims.collapse",
     ]
 )
+# Moves whose result is the memory of their argument.
+VIEW_OPS = MOVE_OPS - {
+    "aten.alias_copy",
+    "aten.clone",
+    "aten.copy",
+    "aten.lift_fresh_copy",
+    "aten._to_copy",
+}
 # Made from nothing: alone they are not worth a region either.
 FACTORY_OPS = frozenset(
     [
@@ -59,6 +67,13 @@ _SIZE_OPS = frozenset(
         torch.ops.aten.sym_numel.default,
     }
 )
+
+
+def view_root(node: fx.Node) -> fx.Node:
+    """Return the node whose memory `node` is a view of; itself if it is no view."""
+    while is_one_of(node, VIEW_OPS) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def is_scalar(node: fx.Node) -> bool:

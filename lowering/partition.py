@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -14,7 +15,14 @@ from lowering.capabilities import Capabilities, node_tensors
 from lowering.capture import CapturedGraph
 from lowering.decompositions import matches, op_name
 from lowering.errors import HostOp
-from lowering.nodes import FACTORY_OPS, MOVE_OPS, draws_random_numbers, is_one_of, is_scalar
+from lowering.nodes import (
+    FACTORY_OPS,
+    MOVE_OPS,
+    draws_random_numbers,
+    is_one_of,
+    is_scalar,
+    view_root,
+)
 from lowering.segments import DEVICE, Segment, grow_segments, named, with_own_sizes
 from lowering.source import user_line
 
@@ -67,6 +75,9 @@ def partition(
     for node in compute:
         if host_op := _why_host(node, capabilities, disabled, failed or {}):
             host_ops[node] = host_op
+    for node in _views_between_results(captured):
+        if node not in host_ops:
+            host_ops[node] = _host_op(node, "cost", "a view of a result, made where the result is")
     for node in compute:  # the results of a multi-output op are taken apart where it runs
         if node.target is operator.getitem and node.args[0] in host_ops:
             host_ops[node] = host_ops[node.args[0]]  # type: ignore[index]
@@ -80,6 +91,23 @@ def partition(
             host_ops[node] = _host_op(
                 node, "cost", "moves data only, which is not worth a transfer"
             )
+
+
+def _views_between_results(captured: CapturedGraph) -> list[fx.Node]:
+    """Give the views that make one result share memory with another, as eager's do.
+
+    Only those that lead to nothing but results: what else reads a view has it on the device.
+    """
+    results = {o for o in captured.outputs if isinstance(o, fx.Node)}
+    shared = Counter(view_root(node) for node in results)
+    found: list[fx.Node] = []
+    for node in reversed(captured.nodes):
+        root = view_root(node)
+        if root is node or shared[root] < 2 or root in captured.inputs:
+            continue
+        if all(user.op == "output" or user in found for user in node.users):
+            found.append(node)
+    return found
 
 
 def _why_host(

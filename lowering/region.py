@@ -11,7 +11,6 @@ from torch import fx
 
 from lowering.capture import INLINE_CONSTANT_ELEMENTS, CapturedGraph
 from lowering.dtypes import dtype_name
-from lowering.nodes import MOVE_OPS
 from lowering.segments import Segment
 from lowering.signature import ScalarSpec, Signature, TensorSpec
 from lowering.source import SourceLine, user_line
@@ -79,7 +78,7 @@ def extract_region(segment: Segment, bound: Collection[fx.Node]) -> Region:
     signature = Signature(
         inputs=tuple(_spec(n) for n in inputs),
         parameters=tuple(_tensor_spec(n) for n in parameters),
-        outputs=_output_specs(segment.outputs, (*inputs, *parameters), set(segment.nodes)),
+        outputs=tuple(_tensor_spec(n) for n in segment.outputs),
     )
     return Region(
         name=segment.name,
@@ -155,32 +154,10 @@ def _spec(node: fx.Node) -> TensorSpec | ScalarSpec:
     raise TypeError(f"a region cannot take {value!r}")
 
 
-def _tensor_spec(node: fx.Node, alias_of: tuple[int, ...] = ()) -> TensorSpec:
+def _tensor_spec(node: fx.Node) -> TensorSpec:
     value = node.meta["val"]
     shape = tuple(s if isinstance(s, int) else str(s) for s in value.shape)
-    return TensorSpec(dtype_name(value.dtype), shape, memory_order(value), alias_of)
-
-
-def _output_specs(
-    outputs: Sequence[fx.Node], inputs: Sequence[fx.Node], own: set[fx.Node]
-) -> tuple[TensorSpec, ...]:
-    """Describe outputs; two values that only moves separate may come back in one buffer."""
-    roots = [_root(node, own) for node in (*inputs, *outputs)]
-    specs = []
-    for i, node in enumerate(outputs, start=len(inputs)):
-        others = tuple(j for j in range(i) if roots[j] is roots[i])
-        specs.append(_tensor_spec(node, others))
-    return tuple(specs)
-
-
-def _root(node: fx.Node, own: set[fx.Node]) -> fx.Node:
-    while (
-        node in own
-        and str(node.target).rpartition(".")[0] in MOVE_OPS
-        and isinstance(node.args[0], fx.Node)
-    ):
-        node = node.args[0]
-    return node
+    return TensorSpec(dtype_name(value.dtype), shape, memory_order(value))
 
 
 def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:

@@ -14,14 +14,11 @@ class TensorSpec:
         shape: a size or, where it may change from call to call, the text of its expression.
         order: the dimensions from the slowest to the fastest in memory: `(0, 1, 2, 3)` is
             contiguous, `(0, 2, 3, 1)` channels-last. The device sees a dense buffer in this order.
-        alias_of: what else its buffer may be: the positions of region inputs or (from the number
-            of inputs on) of outputs that hold the same values. Only outputs have these.
     """
 
     dtype: str
     shape: tuple[int | str, ...]
     order: tuple[int, ...]
-    alias_of: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         text = "x".join(str(s) for s in (*self.shape, self.dtype))

@@ -10,6 +10,7 @@ Source: `torch._lazy_clone`, c10/core/impl/COW.h.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,6 +63,24 @@ def frozen(tensor: torch.Tensor) -> torch.Tensor:
     memory = bytes_at(storage_address(clone), int(clone.untyped_storage().nbytes()), owner=clone)
     whole = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
     return whole.as_strided(clone.size(), clone.stride(), clone.storage_offset())
+
+
+def overlapping(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[int]:
+    """Find which dense tensors share memory with `others`, or with one before them in the list."""
+    spans = []
+    for i, tensor in enumerate((*others, *tensors), start=-len(others)):
+        if nbytes := tensor.nbytes:
+            start = address_of(tensor)
+            spans.append((start, start + nbytes, i))
+    spans.sort()
+    found: set[int] = set()
+    last_end, last = -1, -1
+    for start, end, i in spans:
+        if start < last_end:
+            found.add(max(i, last))
+        if end > last_end:
+            last_end, last = end, i
+    return sorted(i for i in found if i >= 0)
 
 
 def bytes_at(address: int, nbytes: int, owner: object) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -19,13 +19,26 @@ from npu_iree.array import DeviceArray
 from npu_iree.device import Device, dense_copy, why_not_in_place
 from npu_iree.errors import DeviceError, InternalError
 from npu_iree.executable import Executable
-from npu_iree.frozen import frozen, is_lazy_copy, storage_address
+from npu_iree.frozen import frozen, is_lazy_copy, overlapping
 from npu_iree.timeline import wait_all
 from npu_iree.transfers import Transfer, is_watched, record
 from npu_iree.weights import Weights
 
-# The places of a call: a value's bytes on the host (or a number), and its handle.
-_Environment = tuple[list[Any], list[DeviceArray | None]]
+
+class _Environment(NamedTuple):
+    """The places of one call.
+
+    Attributes:
+        host: each value's bytes on the host, or its number.
+        handles: each value's handle.
+        imported: host memory that the device was given in place.
+    """
+
+    host: list[Any]
+    handles: list[DeviceArray | None]
+    imported: list[torch.Tensor]
+
+
 _RunStep = Callable[[_Environment], None]
 
 
@@ -72,7 +85,6 @@ class Runner:
         self._results = [
             (self._index[o.name], None) if isinstance(o, Value) else (-1, o) for o in plan.outputs
         ]
-        self._distinct = _may_share_memory(plan)
 
     def __call__(self, *args: Any) -> list[Any]:
         """Run the plan once.
@@ -94,17 +106,14 @@ class Runner:
         for index, tensor in self._constants:
             host[index] = tensor
         self._weights.refresh(args)
-        environment = (host, handles)
+        environment = _Environment(host, handles, [])
         try:
             for step in self._steps:
                 step(environment)
         except BaseException:
             self._settle(handles)
             raise
-        results = [host[i] if i >= 0 else constant for i, constant in self._results]
-        if self._distinct:
-            self._separate(results, args)
-        return results
+        return [host[i] if i >= 0 else constant for i, constant in self._results]
 
     def _find_crossings(self) -> Sequence[_Crossing]:
         found = []
@@ -139,14 +148,16 @@ class Runner:
         put = self._put
 
         def run(environment: _Environment) -> None:
-            host, handles = environment
+            host, handles, imported = environment
             for crossing in crossings:
                 if handles[crossing.index] is None:
-                    handles[crossing.index] = put(host[crossing.index], crossing)
+                    handles[crossing.index] = put(host[crossing.index], crossing, imported)
 
         return run
 
-    def _put(self, tensor: torch.Tensor, crossing: _Crossing) -> DeviceArray:
+    def _put(
+        self, tensor: torch.Tensor, crossing: _Crossing, imported: list[torch.Tensor]
+    ) -> DeviceArray:
         device = self._device
         if tensor.requires_grad:
             tensor = tensor.detach()
@@ -163,6 +174,7 @@ class Runner:
             stored = dense_copy(stored)
         elif is_lazy_copy(stored):
             stored = frozen(stored)
+        imported.append(stored)
         view, ready = device.memory.put(stored, device.start_point(), crossing.name)
         return DeviceArray(device, view, tuple(stored.shape), stored.dtype, ready)
 
@@ -176,7 +188,7 @@ class Runner:
         targets = [self._index[name] for name in outputs]
 
         def run(environment: _Environment) -> None:
-            host, handles = environment
+            host, handles, _ = environment
             args: list[Any] = [handles[i] if is_tensor else host[i] for is_tensor, i in sources]
             for i, array in zip(targets, executable(*args), strict=True):
                 handles[i] = array
@@ -187,15 +199,38 @@ class Runner:
         device = self._device
 
         def run(environment: _Environment) -> None:
-            host, handles = environment
+            host, handles, imported = environment
             arrays: list[Any] = [handles[c.index] for c in crossings]
             if is_watched():
                 self._record_gather(crossings, arrays, reader)
-            for crossing, tensor in zip(crossings, device.fetch(arrays), strict=True):
+            tensors = device.fetch(arrays)
+            if device.target.memory == "unified":
+                self._separate(tensors, imported, crossings, reader)
+            for crossing, tensor in zip(crossings, tensors, strict=True):
                 back = crossing.back
                 host[crossing.index] = tensor if back is None else tensor.permute(back)
 
         return run
+
+    def _separate(
+        self,
+        tensors: list[torch.Tensor],
+        imported: list[torch.Tensor],
+        crossings: Sequence[_Crossing],
+        reader: str,
+    ) -> None:
+        """Copy what came back in memory of an argument or of another result.
+
+        The compiler hands the same buffer out twice where values are equal (`x + 0`, `y.clone()`);
+        in eager they are two tensors.
+        """
+        for i in overlapping(tensors, imported):
+            if is_watched():
+                reason = "its memory is also that of an argument or another result"
+                name, where = crossings[i].name, crossings[i].where
+                record(Transfer("d2h", "staged", tensors[i].nbytes, name, reader, where, reason))
+            tensors[i] = tensors[i].clone()
+        imported += tensors
 
     def _record_gather(
         self, crossings: Sequence[_Crossing], arrays: Sequence[DeviceArray], reader: str
@@ -212,7 +247,7 @@ class Runner:
         targets = [self._index[name] for name in outputs]
 
         def run(environment: _Environment) -> None:
-            host, _ = environment
+            host = environment.host
             results = function(*[host[i] for i in sources])
             for i, value in zip(targets, results, strict=True):
                 host[i] = value
@@ -228,7 +263,7 @@ class Runner:
         crossing = self._crossings.get(source.name) if isinstance(source, fx.Node) else None
 
         def run(environment: _Environment) -> None:
-            host, handles = environment
+            host, handles, _ = environment
 
             def value(source: fx.Node) -> Any:
                 i = places[source]
@@ -243,7 +278,7 @@ class Runner:
 
     def _free_step(self, indices: Sequence[int]) -> _RunStep:
         def run(environment: _Environment) -> None:
-            host, handles = environment
+            host, handles, _ = environment
             for i in indices:
                 host[i] = handles[i] = None
 
@@ -254,35 +289,12 @@ class Runner:
         with contextlib.suppress(DeviceError):
             wait_all([h.ready for h in handles if h is not None])
 
-    def _separate(self, results: list[Any], args: Sequence[Any]) -> None:
-        """Give results memory of their own where it is an argument's or another result's."""
-        taken = {storage_address(a) for a in args if isinstance(a, torch.Tensor)}
-        for i in self._distinct:
-            pointer = storage_address(results[i])
-            if pointer in taken and results[i].numel():
-                results[i] = results[i].clone()
-            taken.add(pointer)
-
 
 def _shape_only(array: DeviceArray | None, crossing: _Crossing | None) -> torch.Tensor:
     """Return a tensor without bytes in the shape of a handle, for `sym_size`."""
     assert array is not None
     tensor = torch.empty(array.shape, dtype=array.dtype, device="meta")
     return tensor if crossing is None or crossing.back is None else tensor.permute(crossing.back)
-
-
-def _may_share_memory(plan: Plan) -> list[int]:
-    """List the outputs whose buffers may be those of an input or of another output."""
-    specs = {
-        node.name: spec
-        for region in plan.regions.values()
-        for node, spec in zip(region.outputs, region.signature.outputs, strict=True)
-    }
-    return [
-        i
-        for i, o in enumerate(plan.outputs)
-        if isinstance(o, Value) and o.name in specs and specs[o.name].alias_of
-    ]
 
 
 def _names(plan: Plan) -> Sequence[str]:

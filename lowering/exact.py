@@ -1,0 +1,97 @@
+"""Decompositions for the cases in which torch-mlir's own lowering loses eager's NaNs.
+
+Its `maximum`, `minimum` and `clamp` drop a NaN on one side, its `argmax` and `argmin` pass NaNs
+over. Written as comparisons, on which NaN is false, they do what PyTorch does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+
+aten = torch.ops.aten
+_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
+Number: TypeAlias = int | float
+
+
+def maximum(a: torch.Tensor, b: torch.Tensor) -> Any:
+    """Decompose `aten.maximum` on floats: `a` where it is larger or NaN, else `b`."""
+    if not _are_floats(a, b):
+        return _UNCHANGED
+    return torch.where((a > b) | (a != a), a, b)  # asks for NaN
+
+
+def minimum(a: torch.Tensor, b: torch.Tensor) -> Any:
+    """Decompose `aten.minimum` on floats: `a` where it is smaller or NaN, else `b`."""
+    if not _are_floats(a, b):
+        return _UNCHANGED
+    return torch.where((a < b) | (a != a), a, b)  # asks for NaN
+
+
+def clamp(x: torch.Tensor, low: Number | None = None, high: Number | None = None) -> Any:
+    """Decompose `aten.clamp` on floats: a NaN is neither below `low` nor above `high`."""
+    if not x.dtype.is_floating_point:
+        return _UNCHANGED
+    if low is not None:
+        x = torch.where(x < low, _like(x, low), x)
+    if high is not None:
+        x = torch.where(x > high, _like(x, high), x)
+    return x
+
+
+def hardtanh(x: torch.Tensor, low: Number = -1, high: Number = 1) -> Any:
+    """Decompose `aten.hardtanh` (and so `relu6`) into `clamp`."""
+    return torch.clamp(x, low, high)
+
+
+def argmax(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+    """Decompose `aten.argmax` on floats: where the largest value, or else a NaN, is first."""
+    return _first(torch.amax, x, dim, keepdim)
+
+
+def argmin(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
+    """Decompose `aten.argmin` on floats: where the smallest value, or else a NaN, is first."""
+    return _first(torch.amin, x, dim, keepdim)
+
+
+def max_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
+    """Decompose `aten.max.dim` on floats into its values and `argmax`."""
+    if not x.dtype.is_floating_point:
+        return _UNCHANGED
+    return torch.amax(x, dim, keepdim), torch.argmax(x, dim, keepdim)
+
+
+def min_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
+    """Decompose `aten.min.dim` on floats into its values and `argmin`."""
+    if not x.dtype.is_floating_point:
+        return _UNCHANGED
+    return torch.amin(x, dim, keepdim), torch.argmin(x, dim, keepdim)
+
+
+DECOMPOSITIONS = {
+    aten.argmax.default: argmax,
+    aten.argmin.default: argmin,
+    aten.clamp.default: clamp,
+    aten.hardtanh.default: hardtanh,
+    aten.max.dim: max_dim,
+    aten.maximum.default: maximum,
+    aten.min.dim: min_dim,
+    aten.minimum.default: minimum,
+}
+
+
+def _first(extreme: Any, x: torch.Tensor, dim: int | None, keepdim: bool) -> Any:
+    if not x.dtype.is_floating_point or x.dim() == 0:
+        return _UNCHANGED
+    value = extreme(x, [] if dim is None else [dim], True)  # NaN if there is a NaN
+    is_it = (x == value) | (x != x)  # asks for NaN
+    return aten.argmax.default(is_it.to(torch.int32), dim, keepdim)
+
+
+def _are_floats(*tensors: torch.Tensor) -> bool:
+    return all(t.dtype.is_floating_point for t in tensors)
+
+
+def _like(x: torch.Tensor, value: Number) -> torch.Tensor:
+    return torch.full((), value, dtype=x.dtype, device=x.device)
