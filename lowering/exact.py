@@ -1,7 +1,8 @@
-"""Decompositions for the cases in which torch-mlir's own lowering loses eager's NaNs.
+"""Decompositions for the cases in which torch-mlir's own lowering loses NaNs or digits.
 
 Its `maximum`, `minimum` and `clamp` drop a NaN on one side, its `argmax` and `argmin` pass NaNs
-over. Written as comparisons, on which NaN is false, they do what PyTorch does.
+over; written as comparisons, on which NaN is false, they do what PyTorch does. Its `neg` and its
+floor division of integers go through floating point, which is not exact.
 """
 
 from __future__ import annotations
@@ -45,6 +46,25 @@ def hardtanh(x: torch.Tensor, low: Number = -1, high: Number = 1) -> Any:
     return torch.clamp(x, low, high)
 
 
+def neg(x: torch.Tensor) -> Any:
+    """Decompose `aten.neg` on integers into a multiplication, which wraps as it should."""
+    return _UNCHANGED if _is_inexact(x) else torch.mul(x, -1)
+
+
+def div_mode(x: torch.Tensor, y: torch.Tensor | int, *, rounding_mode: str | None = None) -> Any:
+    """Decompose the floor division of integers: truncate, then correct for the signs."""
+    if rounding_mode != "floor" or _is_inexact(x) or _is_inexact(y):
+        return _UNCHANGED
+    quotient = torch.div(x, y, rounding_mode="trunc")
+    rest = x - quotient * y
+    return quotient - ((rest != 0) & ((rest < 0) != (y < 0))).to(quotient.dtype)
+
+
+def floor_divide(x: torch.Tensor, y: torch.Tensor | int) -> Any:
+    """Decompose `aten.floor_divide` on integers."""
+    return div_mode(x, y, rounding_mode="floor")
+
+
 def argmax(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
     """Decompose `aten.argmax` on floats: where the largest value, or else a NaN, is first."""
     return _first(torch.amax, x, dim, keepdim)
@@ -73,11 +93,15 @@ DECOMPOSITIONS = {
     aten.argmax.default: argmax,
     aten.argmin.default: argmin,
     aten.clamp.default: clamp,
+    aten.div.Scalar_mode: div_mode,
+    aten.div.Tensor_mode: div_mode,
+    aten.floor_divide.default: floor_divide,
     aten.hardtanh.default: hardtanh,
     aten.max.dim: max_dim,
     aten.maximum.default: maximum,
     aten.min.dim: min_dim,
     aten.minimum.default: minimum,
+    aten.neg.default: neg,
 }
 
 
@@ -87,6 +111,12 @@ def _first(extreme: Any, x: torch.Tensor, dim: int | None, keepdim: bool) -> Any
     value = extreme(x, [] if dim is None else [dim], True)  # NaN if there is a NaN
     is_it = (x == value) | (x != x)  # asks for NaN
     return aten.argmax.default(is_it.to(torch.int32), dim, keepdim)
+
+
+def _is_inexact(value: torch.Tensor | Number) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dtype.is_floating_point or value.dtype.is_complex
+    return isinstance(value, float)
 
 
 def _are_floats(*tensors: torch.Tensor) -> bool:
