@@ -7,7 +7,8 @@ from typing import Any
 from lowering.abi import ENTRY, PARAMETER_SCOPE, parameter_name
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.iree_session import IreeSession
-from lowering.stages.linalg_rewrites import keep_arguments, separate_reads
+from lowering.stages.keep_arguments import keep_arguments
+from lowering.stages.separate_reads import separate_reads
 
 
 def linalg_to_flow(linalg_asm: str, options: CompileOptions) -> str:
