@@ -39,6 +39,11 @@ class Denial:
     where: str = ""
     repro: str = ""
 
+    def __str__(self) -> str:
+        where = f"\n      at {self.where}" if self.where else ""
+        repeat = f"bash {self.repro}/repro.sh" if self.repro else "set NPU_IREE_DUMP=<folder>"
+        return f"{self.op}: {self.reason}{where}\n      to repeat it: {repeat}"
+
 
 class DenialRecord:
     """The findings, in one JSON file, safe between processes. A damaged file is begun anew."""

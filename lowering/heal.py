@@ -91,6 +91,9 @@ class Healer:
                 if node.target is not operator.getitem:
                     denials.append(self._deny(node, failure, trials))
         self._builder.counts["healed_ops"] += len(denials)
+        if denials:
+            listed = "\n  ".join(map(str, denials))
+            log.warning("the compiler refused ops, which run on the host now:\n  %s", listed)
         if found.parts:
             healed.keep_apart(found.parts)
             denials.append(self._deny_together(segment, error, found.parts))
@@ -107,24 +110,14 @@ class Healer:
         return self._builder.key(self.region(nodes)).digest
 
     def _deny(self, node: fx.Node, error: StageError, trials: _Trials) -> Denial:
-        line, reason, program = user_line(node), _reason(error), self._program(_with_parts(node))
-        repro = trials.keep(node, program)
-        log.warning(
-            "%s runs on the host: the compiler refused it (%s)%s\n  %s",
-            node.target,
-            reason,
-            f"\n  at {line}" if line.where else "",
-            f"repeat it with: bash {repro / 'repro.sh'}"
-            if repro
-            else "NPU_IREE_DUMP keeps a repro",
-        )
+        program = self._program(_with_parts(node))
         return Denial(
             program=program,
             op=str(node.target),
             target=self._builder.target.name,
-            reason=reason,
-            where=line.where,
-            repro=str(repro or ""),
+            reason=_reason(error),
+            where=str(user_line(node)),
+            repro=str(trials.keep(node, program) or ""),
         )
 
     def _deny_together(

@@ -104,7 +104,8 @@ def _op_name(name: str, item: Any) -> str:
     known: Any = getattr(torch.ops, namespace)
     for part in rest:
         if not hasattr(known, part):
-            hint = _near(part, dir(torch.ops.aten)).partition(" There are")[0]
+            names = known.overloads() if hasattr(known, "overloads") else dir(known)
+            hint = _near(part, names).partition(" There are")[0]
             raise OptionError(f"option {name!r}: PyTorch has no op {item!r}.{hint}")
         known = getattr(known, part)
     return item
