@@ -24,7 +24,8 @@ def keep_arguments(function: Any) -> None:
     from iree.compiler import ir
 
     block = function.regions[0].blocks[0]
-    kept = [argument for argument in block.arguments if _is_overwritten(argument)]
+    tensors = [a for a in block.arguments if str(a.type).startswith("tensor<")]
+    kept = [argument for argument in tensors if _is_overwritten(argument)]
     if not kept:
         return
     end = block.operations[len(block.operations) - 1]
