@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lowering.artifact import Artifact
@@ -78,14 +78,17 @@ class Builder:
         if service is None or len(regions) < 2:
             return {keys[r.name].digest: self._compile(r, keys[r.name]) for r in regions}
         pool = ThreadPoolExecutor(service.size, thread_name_prefix="lowering")
+        cancelled = threading.Event()
+        builder = replace(self, toolchain=replace(self.toolchain, cancelled=cancelled))
         try:
             futures: dict[str, Future[Entry | StageError]] = {
-                keys[r.name].digest: pool.submit(self._compile, r, keys[r.name]) for r in regions
+                keys[r.name].digest: pool.submit(builder._compile, r, keys[r.name]) for r in regions
             }
             wait(futures.values())
         except BaseException:  # Ctrl-C: the workers end, so the threads do
-            pool.shutdown(wait=False, cancel_futures=True)
+            cancelled.set()
             service.close()
+            pool.shutdown(cancel_futures=True)
             raise
         pool.shutdown()
         return {digest: future.result() for digest, future in futures.items()}
@@ -94,7 +97,7 @@ class Builder:
         dump = self.dump / region.name if self.dump is not None else None
         if self.cache is None:
             return self._run_stages(region, dump, key)
-        with self.cache.lock(key):
+        with self.cache.lock(key, self.toolchain.cancelled):
             if entry := self._load(key):  # another process was faster
                 return entry
             self._count("cache_misses", 1)

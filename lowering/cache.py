@@ -12,15 +12,18 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
+from lowering.errors import CancelledError
 from lowering.key import CacheKey
 
 log = logging.getLogger(__name__)
@@ -74,12 +77,15 @@ class Entry:
         if hashlib.sha256(body).hexdigest().encode() != checksum:
             raise ValueError("its checksum does not match")
         line, _, data = body.partition(b"\n")
-        head = json.loads(line)
-        if head["format"] != FORMAT:
-            raise ValueError(f"it has format {head['format']}, not {FORMAT}")
-        size = head["source_bytes"]
-        source = zlib.decompress(data[:size]).decode()
-        return cls(head["key"], tuple(head["flags"]), data[size:], source)
+        try:
+            head = json.loads(line)
+            if head["format"] != FORMAT:
+                raise ValueError(f"it has format {head['format']}, not {FORMAT}")
+            size = head["source_bytes"]
+            source = zlib.decompress(data[:size]).decode()
+            return cls(dict(head["key"]), tuple(head["flags"]), data[size:], source)
+        except (KeyError, TypeError, zlib.error) as error:
+            raise ValueError(f"it makes no sense: {error}") from error
 
 
 class ArtifactCache:
@@ -102,7 +108,7 @@ class ArtifactCache:
             entry = Entry.from_bytes(path.read_bytes())
             if dict(entry.parts) != dict(key.parts):
                 raise ValueError("it belongs to another key")
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
             log.warning("cache entry %s is rebuilt: %s", path.name, error)
@@ -115,21 +121,26 @@ class ArtifactCache:
 
     def store(self, key: CacheKey, entry: Entry) -> None:
         """Keep an entry; if that is not possible, say so once and go on without."""
+        data = entry.to_bytes()
+        if len(data) > self.limit_bytes:  # it would push out all others, and itself
+            return
         try:
-            write_atomically(self.path(key.digest), entry.to_bytes())
+            write_atomically(self.path(key.digest), data)
         except OSError as error:
             self._give_up(error)
             return
         self.prune()
 
     @contextlib.contextmanager
-    def lock(self, key: CacheKey) -> Iterator[None]:
+    def lock(self, key: CacheKey, cancelled: threading.Event | None = None) -> Iterator[None]:
         """Let one process at a time compile a key; without a folder to lock in, let all."""
         path = self.folder / "locks" / f"{key.digest}.lock"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(path)
-            lock.acquire()
+            lock.acquire(cancel_check=cancelled.is_set if cancelled else None)
+        except Timeout as error:
+            raise CancelledError from error
         except OSError as error:
             self._give_up(error)
             yield
@@ -174,6 +185,18 @@ class ArtifactCache:
                     path.unlink()
                     removed.append(path)
         return removed
+
+    def damaged(self) -> list[Path]:
+        """Return the files that are no readable entries."""
+        readable = {path for path, _ in self.entries()}
+        return [path for path in self._by_use() if path not in readable]
+
+    def clear(self) -> int:
+        """Remove all that was kept: entries, locks, repros; return how many entries there were."""
+        count = len(self._by_use())
+        for name in ("artifacts", "failures", "locks"):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        return count
 
     def path(self, digest: str) -> Path:
         """Return where the entry of a digest is, or would be."""

@@ -15,6 +15,10 @@ INLINE_CONSTANT_ELEMENTS = 16
 
 # AOTAutograd turns Python floats into tensors after decomposition, with ops outside core ATen.
 _CANONICAL = {torch.ops.aten.true_divide.Tensor: torch.ops.aten.div.Tensor}
+# torch-mlir crashes on these where the dimension is counted from the end.
+_FROM_THE_END = frozenset(
+    {"aten.scatter", "aten.scatter_add", "aten.scatter_reduce", "aten.gather"}
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ def capture_aot(
     Raises:
         InternalError: the graph calls modules or methods, which AOTAutograd never leaves.
     """
+    _share_sizes(graph_module.graph)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
     inputs = tuple(graph_module.graph.find_nodes(op="placeholder"))
@@ -70,6 +75,8 @@ def capture_aot(
         if node.op in ("call_module", "call_method"):
             raise InternalError(f"a functional graph has no {node.op}: {node.format_node()}")
         node.target = _CANONICAL.get(node.target, node.target)
+        if str(node.target).rpartition(".")[0] in _FROM_THE_END and node.args[1] < 0:
+            node.update_arg(1, node.args[1] + max(1, node.meta["val"].dim()))
         if node.op == "get_attr":
             value = _attribute(graph_module, str(node.target))
             if isinstance(value, torch.Tensor):
@@ -78,6 +85,21 @@ def capture_aot(
     return CapturedGraph(
         graph_module, inputs, frozenset(inputs[i] for i in weights if i < len(inputs)), constants
     )
+
+
+def _share_sizes(graph: fx.Graph) -> None:
+    """Take each size from where it is known first: from an input, rather than from a result.
+
+    Before: %s = input (s0); %1 = relu(%0); %2 = sym_size(%1, 0); %3 = view(%1, [%2])
+    After:  %s = input (s0); %1 = relu(%0); %3 = view(%1, [%s])
+    """
+    known: dict[str, fx.Node] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            first = known.setdefault(str(value.node.expr), node)
+            if first is not node and node.op == "call_function":
+                node.replace_all_uses_with(first)
 
 
 def _attribute(module: torch.nn.Module, path: str) -> object:

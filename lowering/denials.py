@@ -55,7 +55,7 @@ class DenialRecord:
         """Return all findings by their program."""
         try:
             return self.parse(self.path.read_text())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return {}
         except (OSError, ValueError, TypeError, KeyError) as error:
             log.warning("the denial record %s is begun anew: %s", self.path, error)

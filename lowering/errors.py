@@ -15,6 +15,10 @@ class InternalError(NpuIreeError):
     """A bug of ours, not of the user's program."""
 
 
+class CancelledError(BaseException):
+    """The service was closed under a request. No `Exception`: it says nothing of the program."""
+
+
 @dataclass(frozen=True)
 class HostOp:
     """One op that does not run on the device, why, and where the user wrote it.

@@ -7,6 +7,7 @@ floor division of integers go through floating point, which is not exact.
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeAlias
 
 import torch
@@ -65,6 +66,19 @@ def floor_divide(x: torch.Tensor, y: torch.Tensor | int) -> Any:
     return div_mode(x, y, rounding_mode="floor")
 
 
+def gelu(x: torch.Tensor, *, approximate: str = "none") -> Any:
+    """Decompose the approximate `aten.gelu`, for which torch-mlir's constants are too short."""
+    if approximate != "tanh":
+        return _UNCHANGED
+    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
+    return 0.5 * x * (1 + torch.tanh(inner))
+
+
+def eq(x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Decompose `x == x`, which torch-mlir folds to true: it is how one asks for NaN."""
+    return torch.logical_not(x != y) if x is y else _UNCHANGED
+
+
 def argmax(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
     """Decompose `aten.argmax` on floats: where the largest value, or else a NaN, is first."""
     return _first(torch.amax, x, dim, keepdim)
@@ -95,7 +109,9 @@ DECOMPOSITIONS = {
     aten.clamp.default: clamp,
     aten.div.Scalar_mode: div_mode,
     aten.div.Tensor_mode: div_mode,
+    aten.eq.Tensor: eq,
     aten.floor_divide.default: floor_divide,
+    aten.gelu.default: gelu,
     aten.hardtanh.default: hardtanh,
     aten.max.dim: max_dim,
     aten.maximum.default: maximum,

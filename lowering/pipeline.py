@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+import threading
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from lowering.errors import StageError
+from lowering.errors import CancelledError, StageError
 from lowering.region import Region
 from lowering.service import CompileService, Fault, Limits
 from lowering.stages import CompileOptions, Stage
@@ -36,12 +37,14 @@ class Toolchain:
         limits: what a stage may take in a worker.
         flags: the user's own `iree-compile` flags, after the target's.
         fault: a failure to commit in a worker, for tests.
+        cancelled: set when nobody waits for the product any more.
     """
 
     service: CompileService | None = None
     limits: Limits = field(default_factory=Limits)
     flags: FlagSet = ()
     fault: Fault | None = None
+    cancelled: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,8 @@ def run_stage(
     if dump is not None:
         _write_repro(dump, stage, options)
     started = time.perf_counter()
+    if toolchain.cancelled.is_set():
+        raise CancelledError
     try:
         product = _product(stage, value, options, toolchain)
     except StageError as error:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from lowering.errors import HostOp
+from lowering.errors import HostOp, InternalError
 from lowering.partition import Partition
 from lowering.region import Region
 from lowering.segments import DEVICE, Segment
@@ -152,7 +152,9 @@ class _Scheduler:
         while pending:
             ready = [s for s in pending if s.space == DEVICE and self._is_ready(s)]
             # No region can be submitted any more: now, and only now, the plan may wait.
-            ready = ready or [next(s for s in pending if self._is_ready(s))]
+            ready = ready or [s for s in pending if self._is_ready(s)][:1]
+            if not ready:
+                raise InternalError(f"segments wait for each other: {[s.name for s in pending]}")
             for segment in ready:
                 self._schedule(segment)
                 pending.remove(segment)

@@ -42,10 +42,10 @@ class Segment:
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
-        """Nodes outside the segment whose values it reads, in the order of first use."""
+        """Nodes outside the segment whose values it reads, in graph order."""
         own = set(self.nodes)
-        used = itertools.chain.from_iterable(n.all_input_nodes for n in self.nodes)
-        return tuple(dict.fromkeys(n for n in used if n not in own and not is_subgraph(n)))
+        used = {n for node in self.nodes for n in node.all_input_nodes}
+        return tuple(sorted(n for n in used if n not in own and not is_subgraph(n)))
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
@@ -199,13 +199,19 @@ def with_own_sizes(segment: Segment, scalars: Sequence[fx.Node]) -> Segment:
     """Let a segment compute the sizes of its own tensors: it cannot wait for itself."""
     if segment.space != DEVICE or not scalars:
         return segment
-    own = set(segment.nodes)
+    own, arithmetic = set(segment.nodes), set(scalars)
+    needed: set[fx.Node] = set()
+    stack = list(segment.nodes)
+    while stack:
+        fresh = arithmetic.intersection(stack.pop().all_input_nodes) - needed
+        needed |= fresh
+        stack += fresh
     for node in scalars:
-        if not own.isdisjoint(node.all_input_nodes):
+        if node in needed and not own.isdisjoint(node.all_input_nodes):
             own.add(node)
     if len(own) == len(segment.nodes):
         return segment
-    return Segment(segment.space, [n for n in segment.nodes[0].graph.nodes if n in own])
+    return Segment(segment.space, sorted(own))
 
 
 def named(segments: Sequence[Segment]) -> tuple[Segment, ...]:

@@ -18,12 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO, Any, BinaryIO, cast
 
-from lowering.errors import StageError
+from lowering.errors import CancelledError, StageError
 from lowering.stages import CompileOptions
 from lowering.worker import read_frame, write_frame
 
 _SIGNALS = {s.value: s.name for s in signal.Signals}
 _STDERR_TAIL_BYTES = 4000
+_REQUESTS_PER_WORKER = 300  # compilers leak: a process that has served this many is replaced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +69,13 @@ class _Worker:
     def __init__(self) -> None:
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as we do
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "lowering.worker"],
+            [sys.executable, "-P", "-m", "lowering.worker"],  # -P: not from the current folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             start_new_session=True,  # Ctrl-C is for the process that asked
         )
+        self.served = 0
         self._requests = cast(BinaryIO, self._process.stdin)
         self._replies = cast(BinaryIO, self._process.stdout)
 
@@ -83,6 +85,7 @@ class _Worker:
         Raises:
             WorkerCrashError: there is no answer, or not in time; the worker is gone.
         """
+        self.served += 1
         self._stderr.seek(0)
         self._stderr.truncate()
         try:
@@ -100,6 +103,15 @@ class _Worker:
         said = self._stderr.read()[-_STDERR_TAIL_BYTES:].decode(errors="replace")
         lines = [line for line in said.splitlines() if _is_diagnostic(line)]
         return "\n".join([f"the compiler {how}", *lines[:6]])
+
+    def is_fit(self) -> bool:
+        """Say whether the process is there to be asked, and not too old."""
+        return self._process.poll() is None and self.served < _REQUESTS_PER_WORKER
+
+    def kill(self) -> None:
+        """End the process; whoever waits for its answer sees that, and calls `end`."""
+        self._process.kill()
+        self._process.wait()
 
     def end(self) -> None:
         """Kill the process and what is left of it."""
@@ -160,6 +172,9 @@ class CompileService:
             try:
                 reply, product = worker.request(head, text.encode(), limits.time_s)
             except WorkerCrashError as error:
+                with self._lock:
+                    if worker not in self._all:
+                        raise CancelledError from error
                 timed_out = isinstance(error, WorkerTimeoutError)
                 raise StageError(stage, str(error), timed_out=timed_out) from error
         if "error" in reply:
@@ -170,27 +185,37 @@ class CompileService:
     def _worker(self) -> Iterator[_Worker]:
         """Lend a worker; one that is left in the middle of a request is ended."""
         worker = self._idle.get()
-        if worker is None:
-            worker = self._starter.submit(_Worker).result()
-            with self._lock:
-                self.started += 1
-                self._all.add(worker)
         try:
+            if worker is not None and not worker.is_fit():  # or it died, or was ended, while idle
+                self._end(worker)
+                worker = None
+            if worker is None:
+                worker = self._starter.submit(_Worker).result()
+                with self._lock:
+                    self.started += 1
+                    self._all.add(worker)
             yield worker
         except BaseException:
-            with self._lock:
-                self._all.discard(worker)
-            worker.end()
+            if worker is not None:
+                self._end(worker)
             self._idle.put(None)
             raise
         self._idle.put(worker)
 
+    def _end(self, worker: _Worker) -> None:
+        with self._lock:
+            self._all.discard(worker)
+        worker.end()
+
     def close(self) -> None:
-        """End all workers; a request under way fails."""
+        """End all workers; a request under way is cancelled. A later one starts new workers.
+
+        Their pipes are closed by those who hold them: a thread may be reading.
+        """
         with self._lock:
             workers, self._all = self._all, set()
         for worker in workers:
-            worker.end()
+            worker.kill()
 
 
 def _is_diagnostic(line: str) -> bool:

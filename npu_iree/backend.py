@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ def compiler_for(options: Options, number: int = 0) -> Compiler:
     limits = Limits(
         time_s=options.compile_time_limit_s, memory_bytes=options.compile_memory_limit_bytes
     )
-    cache = ArtifactCache(settings.cache, settings.cache_limit_bytes) if settings.cache else None
+    cache = _open_cache(settings.cache, settings.cache_limit_bytes) if settings.cache else None
     builder = Builder(
         target=target.compile,
         toolchain=Toolchain(
@@ -125,6 +126,12 @@ def compiler_for(options: Options, number: int = 0) -> Compiler:
         disabled_ops=options.disabled_ops,
         denials=DenialRecord(settings.cache / "denials.json") if settings.cache else None,
     )
+
+
+@functools.cache
+def _open_cache(folder: Path, limit_bytes: int) -> ArtifactCache:
+    """Return the cache in a folder, the same one each time: it complains once."""
+    return ArtifactCache(folder, limit_bytes)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from pathlib import Path
 import platformdirs
 
 from lowering.service import Fault
+from npu_iree.errors import OptionError
 
 # variable -> what it means; printed by `npu-iree settings`.
 VARIABLES = {
@@ -43,9 +44,18 @@ class Settings:
         return cls(
             dump=Path(dump).absolute() if dump else None,
             cache=None if cache == "off" else Path(cache).absolute(),
-            cache_limit_bytes=int(os.environ.get("NPU_IREE_CACHE_LIMIT_BYTES") or 4 << 30),
+            cache_limit_bytes=_bytes("NPU_IREE_CACHE_LIMIT_BYTES", 4 << 30),
             fault=Fault(*fault.split(":", 2)) if fault else None,
         )
+
+
+def _bytes(name: str, default: int) -> int:
+    text = os.environ.get(name)
+    if not text:
+        return default
+    if not text.isdecimal():
+        raise OptionError(f"{name} is a number of bytes, not {text!r}")
+    return int(text)
 
 
 def rows() -> list[tuple[str, str, str]]:

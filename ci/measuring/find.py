@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
-from measuring.programs import programs
-from measuring.single_op import SingleOp, is_recordable, record
 from torch import fx
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._functorch.aot_autograd import aot_function
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -18,10 +16,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from lowering.capture import capture_aot
 from lowering.decompositions import decomposition_table
 from lowering.dtypes import DTYPES
+from measuring.programs import programs
+from measuring.single_op import SingleOp, is_recordable, record
 
-# A test of one op is about what it computes, so its tensors may be small.
-MAX_ELEMENTS = 1 << 18
-
+OURS = "programs"
 Program = tuple[Callable[..., Any], Sequence[torch.Tensor]]
 
 
@@ -46,7 +44,7 @@ class Source:
 
 def sources(dtype: str, samples: int, backward: bool) -> Iterator[Source]:
     """List every source of programs in one dtype."""
-    yield Source(f"programs[{dtype}]", -1, dtype, samples, backward)
+    yield Source(f"{OURS}[{dtype}]", -1, dtype, samples, DTYPES[dtype].is_floating_point)
     for position, info in enumerate(op_db):
         if info.supports_dtype(DTYPES[dtype], "cpu"):
             name = f"{info.name}.{info.variant_test_name}".rstrip(".")
@@ -58,12 +56,13 @@ def find(source: Source) -> list[SingleOp]:
     torch.manual_seed(0)
     found: dict[str, SingleOp] = {}
     for function, tensors in _programs(source):
-        calls: list[SingleOp] = []
-        try:
-            _trace(function, tensors, source.name, calls)
-        except Exception:  # what PyTorch cannot trace never reaches a backend
-            continue
-        found |= {c.key: c for c in calls if c.key not in found}
+        for backward in (False, True)[: 1 + source.backward]:
+            calls: list[SingleOp] = []
+            try:
+                _trace(function, tensors, backward, source.name, calls)
+            except Exception:  # what PyTorch cannot trace never reaches a backend
+                continue
+            found |= {c.key: c for c in calls if c.key not in found}
     return list(found.values())
 
 
@@ -71,47 +70,47 @@ def _programs(source: Source) -> Iterator[Program]:
     dtype = DTYPES[source.dtype]
     if source.position < 0:
         for function, args in programs(dtype):
-            yield _flat(function, args, {}, source.backward)
+            yield _flat(function, args, {})
         return
     info = op_db[source.position]
-    backward = source.backward and info.supports_autograd
-    samples = list(info.sample_inputs("cpu", dtype, requires_grad=backward))
+    grad = source.backward and info.supports_autograd
+    samples = list(info.sample_inputs("cpu", dtype, requires_grad=grad))  # type: ignore[no-untyped-call]
     for sample in samples[:: -(-len(samples) // source.samples) or 1]:
-        yield _flat(info, (sample.input, *sample.args), sample.kwargs, False)
+        yield _flat(info, (sample.input, *sample.args), sample.kwargs)
 
 
-def _flat(function: Callable[..., Any], args: Any, kwargs: Any, grad: bool) -> Program:
+def _flat(function: Callable[..., Any], args: Any, kwargs: Any) -> Program:
     """Close a function over all of its arguments but the tensors."""
     leaves, spec = tree_flatten((args, kwargs))
     places = [i for i, v in enumerate(leaves) if isinstance(v, torch.Tensor)]
-    tensors = [leaves[i] for i in places]
-    if grad:
-        tensors = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
 
-    def on_tensors(*values: torch.Tensor) -> list[torch.Tensor]:
-        full = dict(enumerate(leaves)) | dict(zip(places, values, strict=True))
+    def on_tensors(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        full = dict(enumerate(leaves)) | dict(zip(places, tensors, strict=True))
         args, kwargs = tree_unflatten(list(full.values()), spec)
-        return [v for v in tree_leaves(function(*args, **kwargs)) if isinstance(v, torch.Tensor)]
+        results = tree_leaves(function(*args, **kwargs))
+        # AOTAutograd keeps views of inputs out of the graph if nothing reads them there.
+        return [v.clone() for v in results if isinstance(v, torch.Tensor)]
 
-    return on_tensors, tensors
+    return on_tensors, [leaves[i] for i in places]
 
 
 def _trace(
     function: Callable[..., Any],
     tensors: Sequence[torch.Tensor],
+    backward: bool,
     name: str,
     calls: list[SingleOp],
 ) -> None:
-    """Compile a function with AOTAutograd, run it, and its backward if an input needs a gradient."""
+    """Compile a function with AOTAutograd and run it, and its backward graph if asked to."""
 
-    def compiler(graph_module: fx.GraphModule, _: object) -> Callable[..., Any]:
-        capture_aot(graph_module)  # drops dead code, as the backend does
-        return make_boxed_func(_Recorder(graph_module, name, calls).run)
+    def compiler(gm: fx.GraphModule, example_inputs: Sequence[object]) -> Any:
+        capture_aot(gm)  # drops dead code, as the backend does
+        return make_boxed_func(_Recorder(gm, name, calls).run)
 
-    compiled = aot_function(function, compiler, decompositions=decomposition_table())
-    outputs = [o for o in compiled(*tensors) if o.requires_grad]
-    if outputs:
-        torch.autograd.backward(outputs, [torch.randn_like(o) for o in outputs])
+    with torch.set_grad_enabled(backward):
+        outputs = aot_function(function, compiler, decompositions=decomposition_table())(*tensors)
+    if roots := [o for o in outputs if o.requires_grad]:
+        torch.autograd.backward(roots, [torch.randn_like(o) for o in roots])
 
 
 class _Recorder(fx.Interpreter):
@@ -126,8 +125,6 @@ class _Recorder(fx.Interpreter):
         """Run one node."""
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         result = super().run_node(n)
-        seeded = torch.Tag.nondeterministic_seeded
-        if isinstance(n.target, torch._ops.OpOverload) and seeded not in n.target.tags:
-            if is_recordable(args, kwargs, result, MAX_ELEMENTS):
-                self._calls.append(record(n, args, kwargs, result, self._name))
+        if n.op == "call_function" and is_recordable(n, args, kwargs, result):
+            self._calls.append(record(n, args, kwargs, result, self._name))
         return result

@@ -14,6 +14,8 @@ from typing import Generic, TypeVar
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
 
+# Compilers leak a few MB a task: a worker is replaced after so many.
+TASKS_A_WORKER = 200
 # What a task calls to say what it is about to do, so that its death can be told by that.
 Progress = Callable[[str], None]
 
@@ -39,11 +41,13 @@ class _Worker(Generic[_Task, _Result]):
         self.process.start()
         theirs.close()
         self.task: _Task | None = None
+        self.given = 0
         self.during = ""
         self.deadline = 0.0
 
     def give(self, task: _Task, limit_s: float) -> None:
         self.task, self.during, self.deadline = task, "", time.monotonic() + limit_s
+        self.given += 1
         self.pipe.send(task)
 
     def answer(self, limit_s: float) -> _Result | Died | None:
@@ -98,7 +102,8 @@ def run_all(
                     continue
                 yield worker.task, answer  # type: ignore[misc]
                 worker.task = None
-                if isinstance(answer, Died):
+                if isinstance(answer, Died) or worker.given == TASKS_A_WORKER:
+                    worker.stop()
                     pool[pool.index(worker)] = _Worker(function)
     finally:
         for worker in pool:
@@ -111,7 +116,12 @@ def _serve(pipe: Connection, function: Callable[[_Task, Progress], _Result]) -> 
     os.dup2(quiet, 2)
     while True:
         task = pipe.recv()
-        pipe.send(("result", function(task, lambda text: pipe.send(("progress", text)))))
+        try:
+            answer = function(task, lambda text: pipe.send(("progress", text)))
+        except Exception as error:  # a task may fail in any way; the next one must not notice
+            pipe.send(("result", Died("", f"{type(error).__name__}: {error}")))
+            raise
+        pipe.send(("result", answer))
 
 
 def _exit_name(code: int | None) -> str:

@@ -14,9 +14,14 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from lowering.dtypes import DTYPE_NAMES, DTYPES
-from lowering.partition import DEVICE, Segment
+from lowering.segments import DEVICE, Segment
 
-PLAIN, SCALAR, EMPTY = "plain", "scalar", "empty"
+# What is special about the tensors of a call: some elements are NaN, there are none, or no tensor
+# has a dimension.
+PLAIN, NAN, EMPTY, SCALAR = "plain", "nan", "empty", "scalar"
+MEASURED = ("aten.", "prims.")
+# A test of one op is about what it computes, so its tensors may be small.
+MAX_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -27,8 +32,7 @@ class SingleOp:
         op: its name with overload, e.g. `aten.add.Tensor`.
         key: the call as text, tensors by dtype and rank; equal keys need one test.
         dtypes: of every tensor that goes in or comes out, by importance.
-        shape: `empty` if a tensor has no element, else `scalar` if one has no dimension, else
-            `plain`.
+        kind: `plain`, or what is special about its tensors.
         source: the program that the call was found in.
         call: the pickled arguments, keyword arguments and results in use.
     """
@@ -36,7 +40,7 @@ class SingleOp:
     op: str
     key: str
     dtypes: tuple[str, ...]
-    shape: str
+    kind: str
     source: str
     call: bytes
 
@@ -44,7 +48,8 @@ class SingleOp:
     def target(self) -> torch._ops.OpOverload:
         """The op itself."""
         space, name, overload = self.op.split(".")
-        return getattr(getattr(getattr(torch.ops, space), name), overload)
+        op: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, space), name), overload)
+        return op
 
 
 def record(node: fx.Node, args: object, kwargs: object, result: object, source: str) -> SingleOp:
@@ -58,24 +63,40 @@ def record(node: fx.Node, args: object, kwargs: object, result: object, source: 
         source: name of the program it is from.
     """
     tensors = _tensors((args, kwargs, result))
-    used = tuple(sorted(u.args[1] for u in node.users if u.target is operator.getitem))
-    text = f"{_text(args)} {_text(kwargs)} -> {used or ''}"
+    items = [u.args[1] for u in node.users if u.target is operator.getitem]
+    used = tuple(sorted(i for i in items if isinstance(i, int)))
+    inputs = _tensors((args, kwargs))
+    text = [f"{node.target} {_text(args)}", _text(kwargs) if kwargs else ""]
+    text += [
+        "same" if len({id(t) for t in inputs}) < len(inputs) else "",
+        f"-> {used}" * bool(used),
+    ]
     return SingleOp(
         op=str(node.target),
-        key=f"{node.target} {text}".rstrip(" ->{}"),
+        key=" ".join(filter(None, text)),
         dtypes=tuple(n for n, d in DTYPES.items() if any(t.dtype == d for t in tensors)),
-        shape=_shape_class(tensors),
+        kind=_kind(tensors),
         source=source,
         call=pickle.dumps((args, kwargs, used)),
     )
 
 
-def is_recordable(args: object, kwargs: object, result: object, max_elements: int) -> bool:
-    """Say whether a call is small, returns tensors and uses only tensors a device can hold."""
-    tensors = _tensors((args, kwargs, result))
-    if not _tensors(result) or sum(t.numel() for t in tensors) > max_elements:
+def is_recordable(node: fx.Node, args: object, kwargs: object, result: object) -> bool:
+    """Say whether a node is a small ATen op on tensors that a device can hold.
+
+    Random ops are not: they always run on the host. Neither is `as_strided` of a view: it reads
+    memory that its argument does not show.
+    """
+    target, tensors = node.target, _tensors((args, kwargs, result))
+    if not isinstance(target, torch._ops.OpOverload) or not str(target).startswith(MEASURED):
         return False
-    return all(t.dtype in DTYPE_NAMES and t.layout is torch.strided for t in tensors)
+    if torch.Tag.nondeterministic_seeded in target.tags or not _tensors(result):
+        return False
+    if "as_strided" in str(target) and any(_is_part(t) for t in _tensors(args)):
+        return False
+    return sum(t.numel() for t in tensors) <= MAX_ELEMENTS and all(
+        t.dtype in DTYPE_NAMES and t.layout is torch.strided for t in tensors
+    )
 
 
 @dataclass(frozen=True)
@@ -94,7 +115,7 @@ class Program:
 
 
 def program(single: SingleOp) -> Program:
-    """Build the graph of one op, with the placeholders and fake tensors that capture would leave."""
+    """Build the graph of one op, with placeholders and fake tensors as capture leaves them."""
     args, kwargs, used = pickle.loads(single.call)
     leaves, spec = tree_flatten((args, kwargs))
     graph = fx.Graph()
@@ -102,7 +123,8 @@ def program(single: SingleOp) -> Program:
     nodes = {id(t): n for n, t in inputs.items()}
     node_args, node_kwargs = tree_unflatten([nodes.get(id(v), v) for v in leaves], spec)
     node = graph.call_function(single.target, node_args, node_kwargs)
-    result = single.target(*tree_map_only(torch.Tensor, torch.clone, args), **kwargs)
+    with torch.no_grad():
+        result = single.target(*tree_map_only(torch.Tensor, torch.clone, args), **kwargs)
     node.meta["val"] = tree_map_only(torch.Tensor, _fake, result)
     if isinstance(result, torch.Tensor):
         outputs, expected = [node], (result,)
@@ -115,9 +137,7 @@ def program(single: SingleOp) -> Program:
     return Program(Segment(DEVICE, own, "region0"), inputs, expected)
 
 
-def _placeholders(
-    graph: fx.Graph, leaves: list[object]
-) -> Iterator[tuple[fx.Node, torch.Tensor]]:
+def _placeholders(graph: fx.Graph, leaves: list[object]) -> Iterator[tuple[fx.Node, torch.Tensor]]:
     distinct = {id(v): v for v in leaves if isinstance(v, torch.Tensor)}
     for i, tensor in enumerate(distinct.values()):
         node = graph.placeholder(f"x{i}")
@@ -144,21 +164,35 @@ def _tensors(values: object) -> list[torch.Tensor]:
 
 
 def _text(values: object) -> str:
-    """Write arguments down: `(f32:2, alpha=1)`; a tensor by dtype, rank and what is special."""
+    """Write arguments down: `(f32:2, alpha=1)`; a tensor by dtype, rank and what is in it."""
     return str(tree_map_only(torch.Tensor, _TensorText, values))
 
 
 class _TensorText:
     def __init__(self, tensor: torch.Tensor) -> None:
-        shape = _shape_class([tensor])
-        special = "" if shape == PLAIN else f":{shape}"
+        marks = {
+            EMPTY: tensor.numel() == 0,
+            NAN: _has_nan(tensor),
+            "inf": bool(tensor.isinf().any()),
+        }
+        special = "".join(f":{mark}" for mark, there in marks.items() if there)
         self._text = f"{DTYPE_NAMES[tensor.dtype]}:{tensor.dim()}{special}"
 
     def __repr__(self) -> str:
         return self._text
 
 
-def _shape_class(tensors: list[torch.Tensor]) -> str:
+def _kind(tensors: list[torch.Tensor]) -> str:
     if any(t.numel() == 0 for t in tensors):
         return EMPTY
-    return SCALAR if any(t.dim() == 0 for t in tensors) else PLAIN
+    if all(t.dim() == 0 for t in tensors):
+        return SCALAR
+    return NAN if any(_has_nan(t) for t in tensors) else PLAIN
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    return bool(tensor.isnan().any())
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() != tensor.nbytes

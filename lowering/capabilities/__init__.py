@@ -28,12 +28,14 @@ class Limit:
         ops: names of the ops; empty means every op.
         dtypes: the case needs a tensor of one of these dtypes; empty means any.
         empty: the case needs a tensor with a dimension of (statically) zero.
+        scalar: the case needs that no tensor has a dimension.
         reason: one line for people.
     """
 
     ops: frozenset[str]
     dtypes: frozenset[str]
     empty: bool
+    scalar: bool
     reason: str
 
     def covers(self, op: str, tensors: Iterable[torch.Tensor]) -> bool:
@@ -42,6 +44,8 @@ class Limit:
             return False
         tensors = tuple(tensors)
         if self.dtypes and not any(dtype_name(t.dtype) in self.dtypes for t in tensors):
+            return False
+        if self.scalar and any(t.dim() for t in tensors):
             return False
         return not self.empty or any(0 in t.shape for t in tensors if _is_static(t))
 
@@ -105,8 +109,8 @@ def load_capabilities(name: str) -> Capabilities:
     Raises:
         CapabilityError: there is no such file, or it does not have the form described here:
             `[ops]` with `"aten.op.overload" = ["f32", ...]`, `[host]` with
-            `"aten.op.overload" = "reason"`, and `[[limits]]` with `ops`, `dtypes`, `empty` and
-            `reason`.
+            `"aten.op.overload" = "reason"`, and `[[limits]]` with `ops`, `dtypes`, `empty`,
+            `scalar` and `reason`.
     """
     path = Path(name)
     try:
@@ -127,7 +131,7 @@ def load_capabilities(name: str) -> Capabilities:
 
 
 def _limit(row: Mapping[str, object]) -> Limit:
-    unknown = set(row) - {"ops", "dtypes", "empty", "reason"}
+    unknown = set(row) - {"ops", "dtypes", "empty", "scalar", "reason"}
     if unknown:
         raise KeyError(f"unknown key {sorted(unknown)} in [[limits]]")
     ops, dtypes = row.get("ops", ()), row.get("dtypes", ())
@@ -137,6 +141,7 @@ def _limit(row: Mapping[str, object]) -> Limit:
         ops=frozenset(ops),
         dtypes=frozenset(dtypes),
         empty=bool(row.get("empty", False)),
+        scalar=bool(row.get("scalar", False)),
         reason=str(row["reason"]),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from npu_iree import settings
@@ -50,5 +51,7 @@ def main() -> None:
     try:
         app()
     except NpuIreeError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False)
+        Console(stderr=True).print(
+            "[bold red]error:[/]", escape(str(error)), highlight=False, soft_wrap=True
+        )
         raise SystemExit(1) from error

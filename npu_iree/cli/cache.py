@@ -9,12 +9,13 @@ from pathlib import Path
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
 from lowering.cache import SUFFIX, ArtifactCache, Entry, write_atomically
 from lowering.denials import DenialRecord
-from npu_iree.errors import NpuIreeError
+from npu_iree.errors import NpuIreeError, StageError
 from npu_iree.settings import Settings
 
 app = typer.Typer(no_args_is_help=True, help=__doc__)
@@ -39,7 +40,7 @@ def info() -> None:
     cache = _cache()
     sizes = [path.stat().st_size for path, _ in cache.entries()]
     table = Table("what", "value")
-    table.add_row("folder", str(cache.folder))
+    table.add_row("folder", escape(str(cache.folder)))
     table.add_row("entries", str(len(sizes)))
     table.add_row("bytes", f"{sum(sizes)} of at most {cache.limit_bytes}")
     table.add_row("denials", str(len(_denials().read())))
@@ -63,17 +64,19 @@ def verify(
     seed: int = typer.Option(0, help="of the choice"),
 ) -> None:
     """Compile a sample of entries again and compare; exit code 1 if one differs."""
-    entries = _cache().entries()
+    cache = _cache()
+    entries = cache.entries()
     chosen = random.Random(seed).sample(entries, min(sample or len(entries), len(entries)))
-    wrong = [
-        path
-        for path, entry in track(chosen, "compiling again", console=console, transient=True)
-        if _compile_again(entry) != entry.vmfb
-    ]
-    for path in wrong:
-        console.print(f"{path.stem[:16]} differs from what its source compiles to now")
-    console.print(f"{len(chosen) - len(wrong)} of {len(chosen)} entries are what they should be")
-    raise typer.Exit(code=bool(wrong))
+    damaged = cache.damaged()
+    for path in damaged:
+        console.print(f"{path.stem[:16]} is damaged; it is rebuilt when it is needed")
+    wrong = 0
+    for path, entry in track(chosen, "compiling again", console=console, transient=True):
+        if problem := _why_wrong(entry):
+            wrong += 1
+            console.print(f"{path.stem[:16]} {escape(problem)}")
+    console.print(f"{len(chosen) - wrong} of {len(chosen)} entries are what they should be")
+    raise typer.Exit(code=bool(wrong or damaged))
 
 
 @app.command()
@@ -86,9 +89,9 @@ def prune(limit_bytes: int = typer.Option(None, help="by default the cache's own
 @app.command()
 def clear() -> None:
     """Remove all entries and denials."""
-    removed = _cache().prune(0)
+    removed = _cache().clear()
     _denials().path.unlink(missing_ok=True)
-    console.print(f"removed {len(removed)} entries and the denial record")
+    console.print(f"removed {removed} entries and the denial record")
 
 
 @app.command("export")
@@ -96,12 +99,15 @@ def export_entries(file: Path) -> None:
     """Write all entries and denials into one zip file."""
     cache, denials = _cache(), _denials()
     entries = cache.entries()
-    with zipfile.ZipFile(file, "w") as archive:
-        for path, _ in entries:
-            archive.write(path, f"artifacts/{path.name}")
-        if denials.path.exists():
-            archive.write(denials.path, denials.path.name)
-    console.print(f"wrote {len(entries)} entries to {file}")
+    try:
+        with zipfile.ZipFile(file, "w") as archive:
+            for path, _ in entries:
+                archive.write(path, f"artifacts/{path.name}")
+            if denials.path.exists():
+                archive.write(denials.path, denials.path.name)
+    except OSError as error:
+        raise NpuIreeError(f"cannot write {file}: {error}") from error
+    console.print(f"wrote {len(entries)} entries to {escape(str(file))}")
 
 
 @app.command("import")
@@ -123,10 +129,13 @@ def import_entries(file: Path) -> None:
 @app.command("denials")
 def list_denials() -> None:
     """List what the compiler has refused, and where it can be repeated."""
-    table = Table("op", "target", "why", "where", "repro")
+    table = Table()
+    for title in ("op", "target", "why", "where", "repro"):
+        table.add_column(title, overflow="fold")
     for denial in _denials().read().values():
         what = denial.op or f"a region, taken in {len(denial.parts)} parts"
-        table.add_row(what, denial.target, denial.reason, denial.where, denial.repro)
+        cells = (what, denial.target, denial.reason, denial.where, denial.repro)
+        table.add_row(*map(escape, cells))
     console.print(table)
 
 
@@ -151,19 +160,29 @@ def _find(prefix: str) -> Entry:
 def _take_over(cache: ArtifactCache, data: bytes, name: str) -> bool:
     try:
         entry = Entry.from_bytes(data)
-    except (ValueError, KeyError, TypeError) as error:
-        console.print(f"{name} is left out: {error}")
+    except ValueError as error:
+        console.print(escape(f"{name} is left out: {error}"))
         return False
-    write_atomically(cache.path(entry.key.digest), data)
+    try:
+        write_atomically(cache.path(entry.key.digest), data)
+    except OSError as error:
+        raise NpuIreeError(f"cannot write to {cache.folder}: {error}") from error
     return True
 
 
 def _take_over_denials(data: bytes) -> None:
     record = _denials()
-    record.add(list(record.parse(data.decode()).values()))
+    try:
+        record.add(list(record.parse(data.decode()).values()))
+    except (ValueError, TypeError, KeyError) as error:
+        console.print(escape(f"{record.path.name} is left out: {error}"))
 
 
-def _compile_again(entry: Entry) -> bytes:
+def _why_wrong(entry: Entry) -> str | None:
     from lowering.pipeline import compile_source
 
-    return compile_source(entry.source, entry.flags, int(entry.parts["parameters"]))
+    try:
+        vmfb = compile_source(entry.source, entry.flags, int(entry.parts["parameters"]))
+    except StageError as error:
+        return f"cannot be compiled again: {error}"
+    return None if vmfb == entry.vmfb else "differs from what its source compiles to now"

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+
 from models.zoo import ZOO, ZooModel, flatten
 from tolerances import largest_difference
 

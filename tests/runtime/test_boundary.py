@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from tolerances import assert_same
 from torch import nn
 from torch.utils import _pytree as pytree
+
+from tolerances import assert_same
 
 Make = Callable[[], tuple[Any, ...]]
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from tolerances import assert_same
 from torch._dynamo.exc import BackendCompilerFailed
 
 from npu_iree import NpuIreeError, OptionError, StageError, UnsupportedOpError
+from tolerances import assert_same
 
 BAD_FLAGS = ["--iree-hal-target-backends=nonsense"]
 

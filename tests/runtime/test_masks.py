@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tolerances import assert_same
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lowering.capture import capture_aot
@@ -21,6 +20,7 @@ from lowering.plan import Free, Gather, Host, Invoke, Plan, Put, Scalar, Value
 from lowering.segments import HOST
 from npu_iree.backend import compiler_for
 from npu_iree.options import Options
+from tolerances import assert_same
 
 Tensor = torch.Tensor
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tolerances import assert_same
 
 import npu_iree
+from tolerances import assert_same
 
 
 class TwoLayers(torch.nn.Module):

@@ -1,0 +1,174 @@
+"""Measure which ATen ops the stand-in NPU gets right, and write its capability table.
+
+    python ci/measure_capabilities.py --journal capabilities.jsonl
+    python ci/measure_capabilities.py --journal capabilities.jsonl --write
+
+The first command traces PyTorch's own table of ops (`op_db`, which needs the package `expecttest`)
+and our own programs as the backend would, takes the graphs apart, and tries each distinct op by
+itself: lower, compile, run, compare with eager. It appends one line an op to the journal and can be
+stopped and started again. The second command turns the journal into the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import lowering.capabilities
+from measuring.find import OURS, Source, find, sources
+from measuring.pool import Died, Progress, run_all
+from measuring.single_op import PLAIN, SingleOp
+from measuring.table import Row, table_text
+from measuring.verdict import Verdict, judge
+
+TABLE = Path(lowering.capabilities.__file__).with_name("npu-local.toml")
+PRELOAD = [
+    "torch.testing._internal.common_methods_invocations",
+    "torch_mlir.passmanager",
+    "torch_mlir.extras.fx_importer",
+    "iree.compiler.api",
+    "iree.runtime",
+]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Dtypes that are measured together, and how closely.
+
+    Attributes:
+        dtypes: of the programs' inputs.
+        samples: how many samples of each op of `op_db` are traced.
+        ours: how many calls of one op on one set of dtypes are tried from our own programs.
+        theirs: how many from `op_db`.
+        special: how many that are empty, 0-d or hold NaN.
+    """
+
+    dtypes: tuple[str, ...]
+    samples: int
+    ours: int
+    theirs: int
+    special: int
+
+
+PASSES = (
+    Pass(("f32", "i64", "bool"), samples=4, ours=12, theirs=3, special=1),
+    Pass(("f16", "bf16", "f64", "i32"), samples=2, ours=3, theirs=1, special=0),
+    Pass(("i8", "i16", "u8", "c64", "c128"), samples=2, ours=2, theirs=1, special=0),
+)
+
+
+def main() -> int:
+    """Measure, or write the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--journal", type=Path, required=True, help="JSON lines, one an op tried")
+    parser.add_argument("--write", action="store_true", help="write the table from the journal")
+    parser.add_argument("--table", type=Path, default=TABLE, help="the table to write")
+    parser.add_argument("--workers", type=int, default=2, help="processes at work")
+    parser.add_argument("--limit", type=float, default=20.0, help="seconds that one op may take")
+    args = parser.parse_args()
+    if args.write:
+        args.table.write_text(table_text(_read(args.journal).values()))
+        return 0
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    for measured in PASSES:
+        _measure(measured, args.journal, args.workers, args.limit)
+    return 0
+
+
+def _measure(measured: Pass, journal: Path, workers: int, limit_s: float) -> None:
+    """Try the ops of one pass that the journal does not have yet."""
+    started = time.monotonic()
+    todo = _chosen(_found(measured, workers), measured)
+    known = _read(journal)
+    todo = [single for single in todo if single.key not in known]
+    print(f"{measured.dtypes}: {len(todo)} ops to try, found in {_since(started)}", flush=True)
+    with journal.open("a") as lines:
+        for single, answer in run_all(_judge, todo, workers=workers, limit_s=limit_s):
+            lines.write(json.dumps(_row(single, answer).__dict__) + "\n")
+            lines.flush()
+    print(f"{measured.dtypes}: done in {_since(started)}", flush=True)
+
+
+def _found(measured: Pass, workers: int) -> list[SingleOp]:
+    """Trace every source of a pass; the result does not depend on which worker ends first."""
+    todo = [
+        source
+        for dtype in measured.dtypes
+        for source in sources(dtype, measured.samples, backward=dtype == "f32")
+    ]
+    found: dict[Source, list[SingleOp]] = {}
+    for source, answer in run_all(_find, todo, workers=workers, limit_s=120):
+        if isinstance(answer, Died):
+            print(f"cannot trace {source.name}: {answer.how}", file=sys.stderr)
+        else:
+            found[source] = answer
+    distinct = {s.key: s for source in reversed(todo) for s in reversed(found.get(source, []))}
+    return sorted(distinct.values(), key=lambda single: single.key)
+
+
+def _chosen(found: Iterable[SingleOp], measured: Pass) -> list[SingleOp]:
+    """Take some calls of each op and dtype set, evenly from all there are."""
+    groups: dict[tuple[str, ...], dict[str, list[SingleOp]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for single in found:
+        origin = OURS if single.source.startswith(OURS) else ""
+        group = groups[single.op, *single.dtypes]
+        group[origin if single.kind == PLAIN else single.kind].append(single)
+    counts = {OURS: measured.ours, "": measured.theirs}
+    chosen: list[SingleOp] = []
+    for group in groups.values():
+        special = measured.special if counts.keys() & group else 1
+        for name, calls in group.items():
+            chosen += _spread(calls, counts.get(name, special))
+    return chosen
+
+
+def _spread(calls: Sequence[SingleOp], count: int) -> list[SingleOp]:
+    count = min(count, len(calls))
+    return [calls[i * len(calls) // count] for i in range(count)]
+
+
+def _find(source: Source, progress: Progress) -> list[SingleOp]:
+    return find(source)
+
+
+def _judge(single: SingleOp, progress: Progress) -> Verdict:
+    return judge(single, progress)
+
+
+def _row(single: SingleOp, answer: Verdict | Died) -> Row:
+    if isinstance(answer, Died):
+        verb = "hangs" if answer.how.startswith("no answer") else "crashes"
+        answer = Verdict(f"{verb} the {answer.during} ({answer.how})")
+    return Row(
+        op=single.op,
+        key=single.key,
+        dtypes=list(single.dtypes),
+        kind=single.kind,
+        source=single.source,
+        reason=answer.reason,
+        detail=answer.detail[:2000],
+    )
+
+
+def _read(journal: Path) -> dict[str, Row]:
+    if not journal.exists():
+        return {}
+    rows = [Row(**json.loads(line)) for line in journal.read_text().splitlines()]
+    return {row.key: row for row in rows}
+
+
+def _since(started: float) -> str:
+    return f"{(time.monotonic() - started) / 60:.1f} min"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

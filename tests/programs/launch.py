@@ -1,0 +1,64 @@
+"""Start the programs of this folder, each in a process of its own; they answer with JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+
+
+def start(program: str, *args: str, **env: str) -> subprocess.Popen[str]:
+    """Start a program, its pipes open."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, str(FOLDER / f"{program}.py"), *args],
+        stdin=pipe, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **env},
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 300.0) -> list[dict[str, Any]]:
+    """Wait for a program; return its answers. It must end well."""
+    out, err = process.communicate(timeout=timeout_s)
+    assert process.returncode == 0, err
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def run(program: str, *args: str, **env: str) -> dict[str, Any]:
+    """Run a program that gives one answer."""
+    (answer,) = finish(start(program, *args, **env))
+    return answer
+
+
+def wait_until(
+    is_true: Callable[[], Any], process: subprocess.Popen[str] | None = None, limit_s: float = 60.0
+) -> None:
+    """Look again and again until something holds, at most until the deadline."""
+    deadline = time.monotonic() + limit_s
+    while not is_true():
+        assert time.monotonic() < deadline, "it did not come to pass"
+        if process is not None:
+            try:
+                code = process.wait(timeout=0.02)
+            except subprocess.TimeoutExpired:
+                continue
+            raise AssertionError(f"it ended with {code}: {process.communicate()}")
+
+
+def processes_with(setting: str) -> list[int]:
+    """Give the living processes that have `NAME=value` in their environment, workers included."""
+    return [pid for pid, env in _environments() if setting.encode() in env.split(b"\0")]
+
+
+def _environments() -> Iterator[tuple[int, bytes]]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            yield int(folder.name), (folder / "environ").read_bytes()
+        except OSError:
+            continue

@@ -1,0 +1,360 @@
+"""Compile workers: whatever happens in one, the user's call gives eager's result; healing."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import operator
+import os
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch._dynamo.exc import BackendCompilerFailed
+
+from lowering.bisect import Diagnosis, diagnose
+from lowering.denials import DenialRecord
+from lowering.errors import StageError
+from lowering.service import CompileService, Limits
+from lowering.stages import CompileOptions
+from npu_iree import backend
+from programs import cases
+from programs.cases import is_right
+from programs.launch import finish, processes_with, run, start, wait_until
+
+STAGES = ("torch-to-linalg", "linalg-to-flow", "flow-to-vmfb")
+KINDS = ("abort", "segv", "kill", "hang", "memory", "error")
+LIMITS = {"compile_time_limit_s": 4.0, "compile_memory_limit_bytes": 2 << 30}
+OP = "aten.tanh.default"
+DEFAULT_RUN = [*zip(KINDS, (*STAGES, *STAGES), strict=True)]  # each kind once, each stage twice
+MATRIX = [
+    pytest.param(kind, stage, marks=[] if (kind, stage) in DEFAULT_RUN else [pytest.mark.sweep])
+    for kind in KINDS
+    for stage in STAGES
+]
+SMALL = "func.func @main(%0: !torch.vtensor<[2],f32>) -> !torch.vtensor<[2],f32> {{\n{}\n}}"
+RELU = SMALL.format(
+    "%1 = torch.aten.relu %0 : !torch.vtensor<[2],f32> -> !torch.vtensor<[2],f32>\n"
+    "return %1 : !torch.vtensor<[2],f32>"
+)
+
+
+def fault(stage: str, kind: str, op: str = OP) -> str:
+    return f"{stage}:{kind}:{op}"
+
+
+@pytest.mark.parametrize(("kind", "stage"), MATRIX)
+def test_a_failing_worker_sends_one_op_to_the_host_once(
+    kind: str,
+    stage: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    counts: Counter[str],
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert is_right("f32")  # a worker is warm, so the time limit is the stage's own
+    counts.clear()
+    monkeypatch.setenv("NPU_IREE_CACHE", str(tmp_path))
+    monkeypatch.setenv("NPU_IREE_FAULT", fault(stage, kind))
+    assert is_right("mixed", **LIMITS)
+    assert (counts["host_ops"], counts["healed_ops"]) == (1, 1)
+    assert counts["graphs"] == 1
+    lines, first = inspect.getsourcelines(cases._mixed)
+    number = first + next(i for i, line in enumerate(lines) if "tanh" in line)
+    (warning,) = [r.getMessage() for r in caplog.records if r.name == "lowering.heal"]
+    assert OP in warning
+    assert f"stage {stage}" in warning
+    assert f"{cases.__file__}:{number} in _mixed" in warning
+    assert capfd.readouterr() == ("", "")
+    counts.clear()
+    assert is_right("mixed", **LIMITS)  # the fault would be committed again
+    assert counts["denials"] == counts["host_ops"] == 1
+    assert not {"compiles", "healed_ops", "cache_misses"} & counts.keys()
+
+
+def test_processes_that_fail_at_once_end_well_and_the_next_does_not_ask(tmp_path: Path) -> None:
+    cache = {"NPU_IREE_CACHE": str(tmp_path)}
+    storm = start("storm", "2", "mixed", NPU_IREE_FAULT=fault("torch-to-linalg", "kill"), **cache)
+    for answer in finish(storm):
+        assert answer["right"]
+        assert answer["counts"]["host_ops"] == 1
+    assert len(DenialRecord(tmp_path / "denials.json").read()) == 1
+    again = run("cases", "mixed", **cache)
+    assert again["right"]
+    assert (again["counts"]["denials"], again["counts"]["host_ops"]) == (1, 1)
+    assert not {"compiles", "healed_ops", "cache_misses"} & again["counts"].keys()
+    assert (again["started"], again["compilers"], again["warnings"]) == (0, [], [])
+
+
+def test_fallback_error_raises_how_the_stage_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NPU_IREE_FAULT", fault("linalg-to-flow", "abort"))
+    with pytest.raises(BackendCompilerFailed) as raised:
+        is_right("mixed", fallback="error")
+    inner = raised.value.inner_exception
+    assert isinstance(inner, StageError)
+    assert inner.stage == "linalg-to-flow"
+    assert "SIGABRT" in inner.diagnostics
+
+
+def test_a_fault_that_is_gone_leaves_the_op_on_the_device(
+    monkeypatch: pytest.MonkeyPatch, counts: Counter[str]
+) -> None:
+    monkeypatch.setenv("NPU_IREE_FAULT", fault("flow-to-vmfb", "segv"))
+    assert is_right("mixed")
+    assert counts["healed_ops"] == 1
+    monkeypatch.delenv("NPU_IREE_FAULT")
+    counts.clear()
+    assert is_right("mixed")  # without a cache there is no record
+    assert (counts["healed_ops"], counts["host_ops"]) == (0, 0)
+
+
+@pytest.fixture
+def service() -> Iterator[CompileService]:
+    service = CompileService(size=1)
+    yield service
+    service.close()
+
+
+def lower(service: CompileService, fault: str | None = None, **limits: Any) -> bytes:
+    return service.run("torch-to-linalg", RELU, CompileOptions(), Limits(**limits), fault)
+
+
+def worker_pids() -> set[int]:
+    """Give the workers of this process."""
+    listed = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    pids = {int(pid) for file in listed for pid in file.read_text().split()}
+    return {p for p in pids if b"lowering.worker" in Path(f"/proc/{p}/cmdline").read_bytes()}
+
+
+def test_a_worker_serves_many_requests(service: CompileService) -> None:
+    assert lower(service) == lower(service)
+    with pytest.raises(StageError):
+        service.run("torch-to-linalg", "nonsense", CompileOptions(), Limits())
+    assert b"linalg" in lower(service)
+    assert service.started == 1
+
+
+@pytest.mark.parametrize("kind", ["abort", "segv", "kill"])
+def test_a_dead_worker_is_replaced_by_a_new_one(service: CompileService, kind: str) -> None:
+    with pytest.raises(StageError, match="died of SIG"):
+        lower(service, kind)
+    assert b"linalg" in lower(service)
+    assert service.started == 2
+
+
+def test_a_worker_that_hangs_is_ended(service: CompileService) -> None:
+    before = worker_pids()
+    with pytest.raises(StageError, match="did not end within") as raised:
+        lower(service, "hang", time_s=2)
+    assert raised.value.timed_out
+    assert worker_pids() <= before
+
+
+def test_a_worker_that_has_used_up_its_memory_goes_on(service: CompileService) -> None:
+    with pytest.raises(StageError, match="out of memory"):
+        lower(service, "memory", memory_bytes=2 << 30)
+    assert b"linalg" in lower(service, memory_bytes=2 << 30)
+    assert service.started == 1
+
+
+def test_a_worker_that_died_while_idle_is_nobodys_fault(service: CompileService) -> None:
+    before = worker_pids()
+    lower(service)
+    (pid,) = worker_pids() - before
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: _is_dead(pid))
+    assert b"linalg" in lower(service)
+
+
+def _is_dead(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+def test_a_closed_service_leaves_no_process_and_can_be_used_again(service: CompileService) -> None:
+    before = worker_pids()
+    lower(service)
+    service.close()
+    assert worker_pids() <= before
+    assert b"linalg" in lower(service)
+
+
+def test_a_workers_stderr_is_quoted_and_not_shown(
+    service: CompileService, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(StageError, match="asked to fail"):
+        lower(service, "error")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_folder_of_the_users_cannot_shadow_what_a_worker_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: CompileService
+) -> None:
+    for name in ("lowering", "json", "torch_mlir"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('this one is the user\\'s')")
+    monkeypatch.chdir(tmp_path)
+    assert b"linalg" in lower(service)
+
+
+def entries(cache: Path) -> list[Path]:
+    return [*(cache / "artifacts").glob("*.npua")]
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start a case that hangs; interrupt it once it compiles and as many entries are there."""
+    cache, scratch = tmp_path / "cache", tmp_path / "scratch"
+    scratch.mkdir()
+    processes: list[subprocess.Popen[str]] = []
+
+    def interrupt(case: str, hang: str, after_entries: int = 0) -> subprocess.Popen[str]:
+        env = {"NPU_IREE_CACHE": str(cache), "NPU_IREE_FAULT": hang, "TMPDIR": str(scratch)}
+        process = start("cases", case, **env)
+        processes.append(process)
+        locks, settings = cache / "locks", f"NPU_IREE_CACHE={cache}"
+        wait_until(
+            lambda: (
+                [*locks.glob("*")]
+                and len(processes_with(settings)) > 1
+                and len(entries(cache)) >= after_entries
+            ),
+            process,
+        )
+        assert len(entries(cache)) == after_entries
+        process.send_signal(signal.SIGINT)
+        return process
+
+    yield interrupt
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def assert_nothing_is_left(process: subprocess.Popen[str], tmp_path: Path) -> None:
+    _, err = process.communicate(timeout=10)
+    assert "KeyboardInterrupt" in err
+    assert "StageError" not in err
+    cache = tmp_path / "cache"
+    wait_until(lambda: not processes_with(f"NPU_IREE_CACHE={cache}"), limit_s=10)
+    assert [*(cache / "locks").glob("*")] == []
+    assert [*(cache / "artifacts").glob(".*")] == []
+    assert [*(tmp_path / "scratch").glob("npu-iree-*")] == []
+    assert not (cache / "denials.json").exists()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ctrl_c_during_a_compile_leaves_nothing(
+    stage: str, tmp_path: Path, interrupted: Callable[..., subprocess.Popen[str]]
+) -> None:
+    assert_nothing_is_left(interrupted("mixed", fault(stage, "hang")), tmp_path)
+
+
+@pytest.mark.parametrize("op", [OP, "aten.exp.default"])
+def test_a_region_is_compiled_while_another_one_hangs(
+    op: str, tmp_path: Path, interrupted: Callable[..., subprocess.Popen[str]]
+) -> None:
+    hang = fault("linalg-to-flow", "hang", op)  # where another flag set could be tried
+    assert_nothing_is_left(interrupted("independent", hang, after_entries=1), tmp_path)
+
+
+def test_different_regions_get_workers_of_their_own() -> None:
+    assert run("cases", "independent", NPU_IREE_CACHE="off")["started"] == 2
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_identical_layers_are_compiled_once(count: int, counts: Counter[str]) -> None:
+    def layers(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(count):
+            x = torch.tanh(x) * 2
+            x = x - torch.median(x)
+        return x
+
+    x = torch.randn(4, 8)
+    close = torch.testing.assert_close
+    close(torch.compile(layers, backend="npu_iree")(x), layers(x), rtol=1e-4, atol=1e-5)
+    assert counts["regions"] == count + 1
+    assert counts["compiles"] == 3  # the first, those between two medians, and the last
+
+
+def chain(length: int) -> list[fx.Node]:
+    graph = fx.Graph()
+    value = graph.placeholder("x")
+    for _ in range(length):
+        value = graph.call_function(torch.ops.aten.relu.default, (value,))
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
+def diagnosed(
+    nodes: Sequence[fx.Node], fails: Callable[[set[fx.Node]], bool]
+) -> tuple[Diagnosis, int]:
+    """Bisect with a compiler that refuses what `fails`; give the number of its compiles, too."""
+    tried: list[Sequence[fx.Node]] = []
+
+    def attempt(part: Sequence[fx.Node]) -> StageError | None:
+        tried.append(part)
+        return StageError("stage", "no") if fails(set(part)) else None
+
+    return diagnose(nodes, StageError("stage", "no"), attempt), len(tried)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 8, 31, 100])
+def test_one_bad_op_is_found_in_few_compiles(length: int) -> None:
+    nodes = chain(length)
+    for bad in nodes:
+        found, compiles = diagnosed(nodes, lambda part, bad=bad: bad in part)
+        assert (list(found.blamed), found.parts) == ([bad], [])
+        assert compiles <= 2 * math.log2(length) + 2
+
+
+def test_two_bad_ops_are_found() -> None:
+    nodes = chain(9)
+    for pair in combinations(nodes, 2):
+        found, _ = diagnosed(nodes, lambda part, pair=pair: not part.isdisjoint(pair))
+        assert (set(found.blamed), found.parts) == (set(pair), [])
+
+
+def test_two_ops_that_fail_together_are_kept_apart() -> None:
+    nodes = chain(9)
+    for pair in combinations(nodes, 2):
+        found, compiles = diagnosed(nodes, lambda part, pair=pair: part.issuperset(pair))
+        assert found.blamed == {}
+        assert [n for part in found.parts for n in part] == nodes, "each once, in order"
+        assert not any(set(part).issuperset(pair) for part in found.parts)
+        assert compiles <= 2 * math.log2(len(nodes)) + 2
+
+
+def test_what_takes_a_result_apart_stays_with_it() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    both = graph.call_function(torch.ops.aten.topk.default, (x, 1))
+    other = graph.call_function(torch.ops.aten.relu.default, (x,))
+    first = graph.call_function(operator.getitem, (both, 0))
+    found, _ = diagnosed([both, other, first], lambda part: both in part or first in part)
+    assert list(found.blamed) == [both, first]
+
+
+def test_graphs_share_the_workers_of_a_process(counts: Counter[str]) -> None:
+    assert is_right("f32")
+    started = backend.compile_service().started
+    assert all(is_right(name) for name in ("f16", "plus-1"))
+    assert (counts["compiles"], backend.compile_service().started) == (3, started)
+
+
+def test_healing_is_quiet_at_the_second_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NPU_IREE_CACHE", str(tmp_path))
+    monkeypatch.setenv("NPU_IREE_FAULT", fault("torch-to-linalg", "error"))
+    assert is_right("mixed")
+    caplog.clear()
+    assert is_right("mixed")
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
