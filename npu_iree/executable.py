@@ -89,7 +89,7 @@ class Executable:
             args: handles of this device and numbers, as the signature says.
         """
         inputs = hal.VmVariantList(len(args) + 2)
-        points = [p for p in self._bound if not p._reached]
+        points = [p for p in self._bound if not p.is_reached()]
         for arg in args:
             if isinstance(arg, DeviceArray):
                 inputs.push_ref(arg._view)

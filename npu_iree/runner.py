@@ -76,10 +76,7 @@ class Runner:
         self._device = device
         self._index = {name: i for i, name in enumerate(_names(plan))}
         self._crossings = {c.name: c for c in self._find_crossings()}
-        self._steps = [self._prepare(step) for step in plan.steps if not isinstance(step, Free)]
-        self._frees = any(isinstance(step, Free) for step in plan.steps)
-        if self._frees:
-            self._steps = [self._prepare(step) for step in plan.steps]
+        self._steps = [self._prepare(step) for step in plan.steps]
         self._constants = [(self._index[n], constants[n]) for n in plan.constants]
         self._weights = Weights(plan, device, executables, constants)
         self._results = [

@@ -36,7 +36,7 @@ def test_a_command_runs(command: str, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        env={**os.environ, "PATH": path},
+        env={**os.environ, "PATH": path, "NPU_IREE_CACHE": str(tmp_path)},
     )
     assert done.returncode == 0, done.stderr
 

@@ -85,6 +85,33 @@ def test_f64_stays_f64(lowered: Lower) -> None:
     assert count(r"x?f32", ir["linalg-to-flow"].partition("util.func public @main")[2]) == 0
 
 
+@pytest.mark.parametrize(
+    ("function", "barriers"),
+    [
+        (lambda x: x.sum(1)[:, None] - x.sum(1)[None], 1),
+        (lambda x: (lambda p: p - p.mT)(torch.softmax(x, -1)), 1),
+        (lambda x: torch.softmax(x, -1), 0),
+        (lambda x: torch.nn.functional.layer_norm(x, (8,)), 0),
+        (lambda x: (lambda y: y + y.mT)(torch.relu(x)), 0),
+    ],
+)
+def test_a_barrier_stands_only_where_one_op_reads_a_reduction_along_two_axes(
+    lowered: Lower, function: Callable[..., Any], barriers: int
+) -> None:
+    ir = lowered(function, torch.zeros(8, 8))
+    assert count(r"util\.optimization_barrier", ir["linalg-to-flow"]) == barriers
+
+
+@pytest.mark.parametrize(("function", "kept"), [(torch.sort, 1), (torch.relu, 0)])
+def test_only_an_argument_that_would_be_overwritten_is_kept(
+    lowered: Lower, function: Callable[..., Any], kept: int
+) -> None:
+    ir = lowered(lambda x: function(x), torch.zeros(8, 8))
+    (results,) = re.findall(r"func public @main\(.*?\) -> (.*?) attributes", ir["linalg-to-flow"])
+    expected = 2 if function is torch.sort else 1
+    assert count("!hal.buffer_view", results) == expected + kept
+
+
 def test_a_dump_restarts_from_each_stage(lowered: Lower, tmp_path: Path) -> None:
     lowered(torch.relu, torch.zeros(4, 8))
     options = CompileOptions(flags=NPU_LOCAL.compile.flag_sets[0])
