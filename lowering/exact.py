@@ -2,7 +2,8 @@
 
 Its `maximum`, `minimum` and `clamp` drop a NaN on one side, its `argmax` and `argmin` pass NaNs
 over; written as comparisons, on which NaN is false, they do what PyTorch does. Its `neg` and its
-floor division of integers go through floating point, which is not exact.
+floor division of integers go through floating point, which is not exact; and some of its
+lowerings take unsigned integers for signed ones.
 """
 
 from __future__ import annotations
@@ -66,6 +67,36 @@ def floor_divide(x: torch.Tensor, y: torch.Tensor | int) -> Any:
     return div_mode(x, y, rounding_mode="floor")
 
 
+def absolute(x: torch.Tensor) -> Any:
+    """Decompose `aten.abs` on unsigned integers, which torch-mlir takes for signed ones."""
+    return torch.clone(x) if x.dtype is torch.uint8 else _UNCHANGED
+
+
+def remainder(x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Decompose `aten.remainder` on unsigned integers into that of wider ones."""
+    if x.dtype is not torch.uint8 or y.dtype is not torch.uint8:
+        return _UNCHANGED
+    return torch.remainder(x.to(torch.int32), y.to(torch.int32)).to(torch.uint8)
+
+
+def total(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
+    """Decompose `aten.sum` of unsigned integers into that of wider ones."""
+    return torch.sum(x.to(dtype or torch.int64)) if x.dtype is torch.uint8 else _UNCHANGED
+
+
+def total_dim(
+    x: torch.Tensor,
+    dim: list[int] | None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """Decompose `aten.sum` of unsigned integers along dimensions into that of wider ones."""
+    if x.dtype is not torch.uint8:
+        return _UNCHANGED
+    return torch.sum(x.to(dtype or torch.int64), dim or list(range(x.dim())), keepdim)
+
+
 def gelu(x: torch.Tensor, *, approximate: str = "none") -> Any:
     """Decompose the approximate `aten.gelu`, for which torch-mlir's constants are too short."""
     if approximate != "tanh":
@@ -104,6 +135,7 @@ def min_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
 
 
 DECOMPOSITIONS = {
+    aten.abs.default: absolute,
     aten.argmax.default: argmax,
     aten.argmin.default: argmin,
     aten.clamp.default: clamp,
@@ -118,6 +150,9 @@ DECOMPOSITIONS = {
     aten.min.dim: min_dim,
     aten.minimum.default: minimum,
     aten.neg.default: neg,
+    aten.remainder.Tensor: remainder,
+    aten.sum.default: total,
+    aten.sum.dim_IntList: total_dim,
 }
 
 
