@@ -29,6 +29,13 @@ STANDARD = {
 SAME = {"prims.collapse.default": "aten.view.default"}
 
 
+# Right on the values that were tried, wrong on others that matter.
+OVERRULED = {
+    "aten.atan2.default": "gives NaN for two zeros",
+    "aten.pow.Tensor_Tensor": "gives NaN for zero to the power of zero, and for infinite bases",
+}
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of the journal: a call that was tried.
@@ -151,8 +158,10 @@ def table_text(rows: Iterable[Row]) -> str:
     ops = [Measured(name, tried) for name, tried in sorted(by_op.items())]
     lines = [HEADER + f"# with {', '.join(f'{name} {version(name)}' for name in PACKAGES)}.\n#"]
     lines += _beware(ops)
-    lines += ["\n[ops]", *(f'"{op.name}" = {json.dumps(op.dtypes)}' for op in ops if op.dtypes)]
-    lines += ["\n[host]", *(f'"{op.name}" = {_quoted(op.reason)}' for op in ops if not op.dtypes)]
+    listed = {op.name: op.dtypes for op in ops if op.dtypes and op.name not in OVERRULED}
+    host = {op.name: OVERRULED.get(op.name, op.reason) for op in ops if op.name not in listed}
+    lines += ["\n[ops]", *(f'"{name}" = {json.dumps(dtypes)}' for name, dtypes in listed.items())]
+    lines += ["\n[host]", *(f'"{name}" = {_quoted(reason)}' for name, reason in host.items())]
     lines += _limits(ops)
     return "\n".join(lines) + "\n"
 
