@@ -97,6 +97,13 @@ def total_dim(
     return torch.sum(x.to(dtype or torch.int64), dim or list(range(x.dim())), keepdim)
 
 
+def pow_scalar(x: torch.Tensor, exponent: Number) -> Any:
+    """Decompose negative whole powers of floats into a reciprocal: of zero, it is infinite."""
+    if not _are_floats(x) or exponent >= 0 or exponent != int(exponent):
+        return _UNCHANGED
+    return torch.reciprocal(torch.pow(x, -exponent))
+
+
 def gelu(x: torch.Tensor, *, approximate: str = "none") -> Any:
     """Decompose the approximate `aten.gelu`, for which torch-mlir's constants are too short."""
     if approximate != "tanh":
@@ -150,6 +157,7 @@ DECOMPOSITIONS = {
     aten.min.dim: min_dim,
     aten.minimum.default: minimum,
     aten.neg.default: neg,
+    aten.pow.Tensor_Scalar: pow_scalar,
     aten.remainder.Tensor: remainder,
     aten.sum.default: total,
     aten.sum.dim_IntList: total_dim,
