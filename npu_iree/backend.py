@@ -16,7 +16,7 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
-from torch._guards import TracingContext
+from torch._guards import CompileContext, TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lowering.build import Builder
@@ -206,4 +206,14 @@ def _report(number: int, plan: Plan) -> None:
     if unsupported := [op for op in plan.host_ops if op.kind == "unsupported"]:
         listed = "\n  ".join(map(str, unsupported))
         log.warning("graph %d: %d ops run on the host:\n  %s", number, len(unsupported), listed)
+    log.info("graph %d: compiled for %s", number, _cause())
     log.debug("graph %d: plan:\n%s", number, plan)
+
+
+def _cause() -> str:
+    """Say why Dynamo asked for a graph."""
+    identity = CompileContext.current_compile_id()
+    count = identity.frame_compile_id if identity is not None else 0
+    if not count:
+        return "a first call"
+    return f"recompile {count} of the function: a guard failed (TORCH_LOGS=recompiles says which)"

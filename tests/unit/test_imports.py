@@ -65,4 +65,5 @@ def test_a_file_begins_with_its_purpose(path: Path) -> None:
 
 
 def test_every_public_name_can_be_imported() -> None:
-    python("import npu_iree\nfor name in npu_iree.__all__: getattr(npu_iree, name)")
+    code = "import npu_iree\nfor name in npu_iree.__all__: print(getattr(npu_iree, name).__doc__)"
+    assert "None" not in python(code).splitlines()
