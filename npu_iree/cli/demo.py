@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 from torch import nn
 
 from npu_iree.explain import Explanation, explain
@@ -111,7 +111,7 @@ def _milliseconds(*functions: Callable[[], object], rounds: int = 15) -> list[fl
 
 
 def _print_regions(console: Console, explanation: Explanation) -> None:
-    table = Table("where", "ops", "why", title="What runs where")
+    table = Table("where", "ops", Column("why", overflow="fold"), title="What runs where")
     for region in explanation.regions:
         table.add_row(region.name, str(len(region.ops)), "on the device")
     for op in explanation.host_ops:
