@@ -168,18 +168,37 @@ class CompileService:
             "memory_limit_bytes": limits.memory_bytes,
             "fault": fault,
         }
-        with self._worker() as worker:
-            try:
-                reply, product = worker.request(head, text.encode(), limits.time_s)
-            except WorkerCrashError as error:
-                with self._lock:
-                    if worker not in self._all:
-                        raise CancelledError from error
-                timed_out = isinstance(error, WorkerTimeoutError)
-                raise StageError(stage, str(error), timed_out=timed_out) from error
+        try:
+            reply, product = self._ask(head, text.encode(), limits.time_s)
+        except WorkerCrashError as error:
+            timed_out = isinstance(error, WorkerTimeoutError)
+            raise StageError(stage, str(error), timed_out=timed_out) from error
         if "error" in reply:
             raise StageError(stage, reply["error"])
         return product
+
+    def _ask(self, head: dict[str, Any], body: bytes, time_s: float) -> tuple[Any, bytes]:
+        """Send a request; one that a used worker died of is sent once more, to a fresh one.
+
+        The worker may have been dying already, of what is not the program's fault.
+        """
+        while True:
+            was_used = False
+            try:
+                with self._worker() as worker:
+                    was_used = worker.served > 0
+                    try:
+                        return worker.request(head, body, time_s)
+                    except WorkerCrashError as error:
+                        with self._lock:
+                            if worker not in self._all:
+                                raise CancelledError from error
+                        raise
+            except WorkerTimeoutError:
+                raise
+            except WorkerCrashError:
+                if not was_used:
+                    raise
 
     @contextlib.contextmanager
     def _worker(self) -> Iterator[_Worker]:
