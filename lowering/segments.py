@@ -49,13 +49,19 @@ class Segment:
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
-        """Nodes of the segment whose values somebody outside reads."""
+        """Nodes of the segment whose values, or sizes, somebody outside reads."""
         own = set(self.nodes)
-        return tuple(
-            n
-            for n in self.nodes
-            if not is_number(n.meta.get("val")) and any(user not in own for user in n.users)
-        )
+
+        def is_read_outside(node: fx.Node) -> bool:
+            return any(
+                user not in own or (_is_size(user) and is_read_outside(user)) for user in node.users
+            )
+
+        return tuple(n for n in self.nodes if not _is_size(n) and is_read_outside(n))
+
+
+def _is_size(node: fx.Node) -> bool:
+    return is_number(node.meta.get("val"))
 
 
 def grow_segments(
