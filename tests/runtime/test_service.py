@@ -240,7 +240,7 @@ def interrupted(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]
 
 
 def assert_nothing_is_left(process: subprocess.Popen[str], tmp_path: Path) -> None:
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=40)
     assert "KeyboardInterrupt" in err
     assert "StageError" not in err
     cache = tmp_path / "cache"
