@@ -1,27 +1,40 @@
-"""What a compiled region is: a .vmfb, its signature and where it came from; stdlib only."""
+"""What a compiled program is: a .vmfb, its entry points and where it came from; stdlib only."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lowering.signature import Signature
 
 
 @dataclass(frozen=True)
-class Artifact:
-    """A region, compiled.
+class EntryPoint:
+    """One function of an artifact that may be called.
 
     Attributes:
-        name: name of the region.
-        vmfb: the module; entry point `main` on the coarse-fences ABI; parameters `p0`, `p1`, ...
-            in the scope `model`, and for each a function `bind$p0`, ... that binds it anew.
-        signature: what the entry point takes and gives.
-        flags: the compiler flags that were chosen.
+        signature: what it takes and gives.
         ops: what it computes: op names and the user's lines, as text, for reports and errors.
+    """
+
+    signature: Signature
+    ops: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A program, compiled.
+
+    Attributes:
+        name: name of the program.
+        vmfb: the module; its entry points are on the coarse-fences ABI, its parameters in the scope
+            `model`. Where parameters may change between calls, each has a function `bind$<name>`
+            that binds it anew.
+        entries: the entry points by name.
+        flags: the compiler flags that were chosen.
     """
 
     name: str
     vmfb: bytes
-    signature: Signature
-    flags: tuple[str, ...]
-    ops: tuple[tuple[str, str], ...]
+    entries: Mapping[str, EntryPoint]
+    flags: tuple[str, ...] = ()

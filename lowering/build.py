@@ -11,11 +11,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lowering.artifact import Artifact
+from lowering.abi import ENTRY
+from lowering.artifact import Artifact, EntryPoint
 from lowering.cache import ArtifactCache, Entry
 from lowering.errors import StageError
-from lowering.key import CacheKey, region_key
-from lowering.pipeline import Toolchain, compile_region
+from lowering.key import CacheKey, program_key
+from lowering.pipeline import Toolchain, compile_program
+from lowering.program import Program
 from lowering.region import Region
 from lowering.target import CompileTarget
 
@@ -43,7 +45,23 @@ class Builder:
 
     def key(self, region: Region) -> CacheKey:
         """Return the key of a region."""
-        return region_key(region, self.target, self.toolchain.flags)
+        return self.program_key(Program.of(region))
+
+    def program_key(self, program: Program) -> CacheKey:
+        """Return the key of a program."""
+        return program_key(program, self.target, self.toolchain.flags)
+
+    def program(self, program: Program) -> Entry:
+        """Get the module of a program.
+
+        Raises:
+            StageError: the compiler refused it.
+        """
+        key = self.program_key(program)
+        built = self._load(key) or self._compile(program, key)
+        if isinstance(built, StageError):
+            raise built
+        return built
 
     def build(self, regions: Sequence[Region]) -> dict[str, Artifact | StageError]:
         """Get the artifact of each region, or how the compiler refused it; equal ones once."""
@@ -62,7 +80,7 @@ class Builder:
 
     def attempt(self, region: Region, dump: Path) -> StageError | None:
         """Compile a region only to see how it fails; None means that it does not."""
-        outcome = self._run_stages(region, dump)
+        outcome = self._run_stages(Program.of(region), dump)
         return outcome if isinstance(outcome, StageError) else None
 
     def _load(self, key: CacheKey) -> Entry | None:
@@ -76,13 +94,15 @@ class Builder:
     ) -> dict[str, Entry | StageError]:
         service = self.toolchain.service
         if service is None or len(regions) < 2:
-            return {keys[r.name].digest: self._compile(r, keys[r.name]) for r in regions}
+            programs = {keys[r.name].digest: Program.of(r) for r in regions}
+            return {d: self._compile(p, keys[p.name]) for d, p in programs.items()}
         pool = ThreadPoolExecutor(service.size, thread_name_prefix="lowering")
         cancelled = threading.Event()
         builder = replace(self, toolchain=replace(self.toolchain, cancelled=cancelled))
         try:
             futures: dict[str, Future[Entry | StageError]] = {
-                keys[r.name].digest: pool.submit(builder._compile, r, keys[r.name]) for r in regions
+                keys[r.name].digest: pool.submit(builder._compile, Program.of(r), keys[r.name])
+                for r in regions
             }
             wait(futures.values())
         except BaseException:  # Ctrl-C: the workers end, so the threads do
@@ -93,36 +113,36 @@ class Builder:
         pool.shutdown()
         return {digest: future.result() for digest, future in futures.items()}
 
-    def _compile(self, region: Region, key: CacheKey) -> Entry | StageError:
-        dump = self.dump / region.name if self.dump is not None else None
+    def _compile(self, program: Program, key: CacheKey) -> Entry | StageError:
+        dump = self.dump / program.name if self.dump is not None else None
         if self.cache is None:
-            return self._run_stages(region, dump, key)
+            return self._run_stages(program, dump, key)
         with self.cache.lock(key, self.toolchain.cancelled):
             if entry := self._load(key):  # another process was faster
                 return entry
             self._count("cache_misses", 1)
             if log.isEnabledFor(logging.DEBUG):
                 log.debug(
-                    "%s: no entry; the nearest differs in %s", region.name, self.cache.nearest(key)
+                    "%s: no entry; the nearest differs in %s", program.name, self.cache.nearest(key)
                 )
-            built = self._run_stages(region, dump, key)
+            built = self._run_stages(program, dump, key)
             if isinstance(built, Entry):
                 self.cache.store(key, built)
             return built
 
     def _run_stages(
-        self, region: Region, dump: Path | None, key: CacheKey | None = None
+        self, program: Program, dump: Path | None, key: CacheKey | None = None
     ) -> Entry | StageError:
         started = time.perf_counter()
         try:
-            module = compile_region(region, self.target, self.toolchain, dump)
+            module = compile_program(program, self.target, self.toolchain, dump)
         except StageError as error:
             return error
         finally:
             elapsed_ms = round((time.perf_counter() - started) * 1e3)
             self._count("compiles", 1)
             self._count("compile_ms", elapsed_ms)
-            log.info("%s: compiled in %d ms", region.name, elapsed_ms)
+            log.info("%s: compiled in %d ms", program.name, elapsed_ms)
         return Entry(key.parts if key else {}, module.flags, module.vmfb, module.source)
 
     def _count(self, name: str, number: int) -> None:
@@ -134,4 +154,5 @@ def _artifact(region: Region, entry: Entry | StageError) -> Artifact | StageErro
     if isinstance(entry, StageError):
         return entry
     ops = tuple((op, str(line)) for op, line in region.ops)
-    return Artifact(region.name, entry.vmfb, region.signature, entry.flags, ops)
+    main = EntryPoint(region.signature, ops)
+    return Artifact(region.name, entry.vmfb, {ENTRY: main}, entry.flags)

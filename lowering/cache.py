@@ -25,10 +25,11 @@ from filelock import FileLock, Timeout
 
 from lowering.errors import CancelledError
 from lowering.key import CacheKey
+from lowering.stages import CompileOptions
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".npua"
 _ABANDONED_S = 3600
 
@@ -48,6 +49,17 @@ class Entry:
     flags: tuple[str, ...]
     vmfb: bytes
     source: str
+
+    @property
+    def options(self) -> CompileOptions:
+        """What it was compiled with."""
+        return CompileOptions.from_json(
+            {
+                "flags": self.flags,
+                "parameters": json.loads(self.parts["parameters"]),
+                "rebind": json.loads(self.parts["rebind"]),
+            }
+        )
 
     @property
     def key(self) -> CacheKey:

@@ -1,4 +1,4 @@
-"""The key of a compiled region: everything that may change its bytes, each part labelled."""
+"""The key of a compiled program: everything that may change its bytes, each part labelled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 from lowering.canonical import canonical_text
-from lowering.region import Region
+from lowering.program import Program
 from lowering.target import CompileTarget, FlagSet
 
 PACKAGES = ("torch", "torch-mlir", "iree-base-compiler")
@@ -44,20 +44,22 @@ class CacheKey:
         return "\n".join([self.digest, *lines])
 
 
-def region_key(region: Region, target: CompileTarget, flags: FlagSet = ()) -> CacheKey:
-    """Make the key of a region for a target.
+def program_key(program: Program, target: CompileTarget, flags: FlagSet = ()) -> CacheKey:
+    """Make the key of a program for a target.
 
     Args:
-        region: the region.
+        program: the program.
         target: what to compile for; all flag sets that may be tried are part of the key.
         flags: the user's own flags.
     """
-    flag_sets = target.flag_sets_for(region.has_convolution, flags)
+    flag_sets = target.flag_sets_for(program.has_convolution, flags)
+    texts = [f"{entry}:\n{canonical_text(graph)}" for entry, graph in program.graphs.items()]
     is_for_this_cpu = any("target-cpu=host" in flag for flags in flag_sets for flag in flags)
     return CacheKey(
         {
-            "program": _digest(canonical_text(region.graph_module)),
-            "parameters": str(len(region.signature.parameters)),
+            "program": _digest("\n".join(texts)),
+            "parameters": json.dumps(program.parameters),
+            "rebind": json.dumps(program.rebind),
             "flags": json.dumps(flag_sets),
             "target": target.name,
             "cpu": host_cpu() if is_for_this_cpu else "",

@@ -1,9 +1,9 @@
-"""From a region to a module: the stages in their order, each verified, timed and dumped."""
+"""From a program to a module: the stages in their order, each verified, timed and dumped."""
 
 from __future__ import annotations
 
+import json
 import logging
-import shlex
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from lowering.errors import CancelledError, StageError
-from lowering.region import Region
+from lowering.program import Program
 from lowering.service import CompileService, Fault, Limits
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.aten_to_torch import ATEN_TO_TORCH
@@ -26,6 +26,7 @@ from lowering.worker import STAGES as WORKER_STAGES
 log = logging.getLogger(__name__)
 
 STAGES: tuple[Stage, ...] = (ATEN_TO_TORCH, TORCH_TO_LINALG, LINALG_TO_FLOW, FLOW_TO_VMFB)
+OPTIONS_FILE = "options.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +50,12 @@ class Toolchain:
 
 @dataclass(frozen=True)
 class CompiledModule:
-    """What the stages made of a region.
+    """What the stages made of a program.
 
     Attributes:
         vmfb: the module.
         flags: the flag set that was taken.
-        source: the region in the torch dialect, from which it can be compiled again.
+        source: the program in the torch dialect, from which it can be compiled again.
     """
 
     vmfb: bytes
@@ -62,16 +63,16 @@ class CompiledModule:
     source: str
 
 
-def compile_region(
-    region: Region,
+def compile_program(
+    program: Program,
     target: CompileTarget,
     toolchain: Toolchain = Toolchain(),
     dump: Path | None = None,
 ) -> CompiledModule:
-    """Lower a region to a .vmfb.
+    """Lower a program to a .vmfb.
 
     Args:
-        region: the region.
+        program: the program.
         target: what to compile for; its flag sets are tried in order.
         toolchain: where the stages run, with which limits.
         dump: a folder for the product of every stage and a `repro.sh`, or None.
@@ -81,36 +82,39 @@ def compile_region(
     """
     if dump is not None:
         dump.mkdir(parents=True, exist_ok=True)
-        (dump / "00-graph.txt").write_text(_readable(region.graph_module))
-    flag_sets = target.flag_sets_for(region.has_convolution, toolchain.flags)
-    parameters = len(region.signature.parameters)
+        (dump / "00-graph.txt").write_text("\n".join(map(_readable, program.graphs.values())))
+    flag_sets = target.flag_sets_for(program.has_convolution, toolchain.flags)
     fault = toolchain.fault
-    if fault is not None and fault.op not in (op for op, _ in region.ops):
+    if fault is not None and fault.op not in program.ops:
         toolchain = replace(toolchain, fault=None)
-    options = CompileOptions(flags=flag_sets[0] if flag_sets else (), parameters=parameters)
-    torch_asm = run_stage(ATEN_TO_TORCH, region.graph_module, options, toolchain, dump)
+    options = CompileOptions(
+        flags=flag_sets[0] if flag_sets else (),
+        parameters=program.parameters,
+        rebind=program.rebind,
+    )
+    torch_asm = run_stage(ATEN_TO_TORCH, program.graphs, options, toolchain, dump)
     linalg_asm = run_stage(TORCH_TO_LINALG, torch_asm, options, toolchain, dump)
     for i, flag_set in enumerate(flag_sets):
-        options = CompileOptions(flags=flag_set, parameters=parameters)
+        options = replace(options, flags=flag_set)
         try:
             flow_asm = run_stage(LINALG_TO_FLOW, linalg_asm, options, toolchain, dump)
             vmfb = run_stage(FLOW_TO_VMFB, flow_asm, options, toolchain, dump)
         except StageError as error:
             if i + 1 == len(flag_sets) or error.timed_out:
                 raise
-            log.info("%s: flag set %d of %d failed: %s", region.name, i + 1, len(flag_sets), error)
+            number = f"{i + 1} of {len(flag_sets)}"
+            log.info("%s: flag set %s failed: %s", program.name, number, error)
             continue
         return CompiledModule(vmfb, flag_set, torch_asm)
     raise StageError(LINALG_TO_FLOW.name, f"target {target.name!r} lists no flag sets")
 
 
-def compile_source(source: str, flags: FlagSet, parameters: int) -> bytes:
-    """Compile a region again from the torch dialect, in this process.
+def compile_source(source: str, options: CompileOptions) -> bytes:
+    """Compile again from the torch dialect, in this process.
 
     Raises:
         StageError: a stage failed.
     """
-    options = CompileOptions(flags=flags, parameters=parameters)
     value: Any = source
     for stage in STAGES[1:]:
         value = run_stage(stage, value, options)
@@ -204,12 +208,13 @@ def _write_repro(dump: Path, stage: Stage, options: CompileOptions) -> None:
     position = STAGES.index(stage)
     if position == 0:
         return
-    flags = " ".join(shlex.quote(f"--flag={flag}") for flag in options.flags)
+    (dump / OPTIONS_FILE).write_text(json.dumps(options.to_json(), indent=1) + "\n")
     (dump / "repro.sh").write_text(
         "#!/bin/sh\n"
-        f"# Repeats the lowering from the input of the stage {stage.name} on.\n"
+        f"# Repeats the lowering from the input of the stage {stage.name} on, with the flags and\n"
+        f"# parameters of {OPTIONS_FILE}.\n"
         'cd "$(dirname "$0")" && exec python -m lowering '
-        f"{product_name(STAGES[position - 1])} --parameters={options.parameters} {flags}\n"
+        f"{product_name(STAGES[position - 1])}\n"
     )
 
 

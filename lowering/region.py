@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from lowering.abi import parameter_name
 from lowering.capture import INLINE_CONSTANT_ELEMENTS, CapturedGraph
 from lowering.dtypes import dtype_name
 from lowering.segments import Segment
@@ -28,6 +29,8 @@ class Region:
         graph_module: inputs first, then the bound parameters, as placeholders; all contiguous.
         inputs: nodes of the captured graph behind the inputs.
         parameters: nodes of the captured graph behind the bound parameters.
+        parameter_names: what they are bound under: `p0`, `p1`, ... if nothing else was asked for,
+            so that regions that only differ in the names of their weights are equal.
         outputs: nodes of the captured graph behind the outputs.
         signature: shapes, dtypes and layouts.
         ops: the names of its ops and the user's lines, in order, for errors and reports.
@@ -37,17 +40,15 @@ class Region:
     graph_module: fx.GraphModule
     inputs: tuple[fx.Node, ...]
     parameters: tuple[fx.Node, ...]
+    parameter_names: tuple[str, ...]
     outputs: tuple[fx.Node, ...]
     signature: Signature
     ops: tuple[tuple[str, SourceLine], ...]
 
-    @property
-    def has_convolution(self) -> bool:
-        """Whether a convolution is among the ops (layout flags depend on it)."""
-        return any("convolution" in op for op, _ in self.ops)
 
-
-def extract_region(segment: Segment, bound: Collection[fx.Node]) -> Region:
+def extract_region(
+    segment: Segment, bound: Collection[fx.Node], names: Mapping[fx.Node, str] | None = None
+) -> Region:
     """Copy a device segment into a graph of its own.
 
     A tensor that crosses the boundary in another memory order than its dimensions' (channels-last,
@@ -61,6 +62,7 @@ def extract_region(segment: Segment, bound: Collection[fx.Node]) -> Region:
     Args:
         segment: nodes to run on the device.
         bound: nodes (weights, constants) that are bound once instead of passed at each call.
+        names: what each of them is bound under; by default `p0`, `p1`, ...
     """
     sources = segment.inputs
     constants = [n for n in sources if n.op == "get_attr" and n not in bound]
@@ -85,6 +87,9 @@ def extract_region(segment: Segment, bound: Collection[fx.Node]) -> Region:
         graph_module=fx.GraphModule(owner if owner is not None else {}, graph),
         inputs=inputs,
         parameters=parameters,
+        parameter_names=tuple(
+            parameter_name(i) if names is None else names[n] for i, n in enumerate(parameters)
+        ),
         outputs=segment.outputs,
         signature=signature,
         ops=tuple((str(n.target), user_line(n)) for n in segment.nodes),

@@ -163,8 +163,7 @@ class CompileService:
         """
         head = {
             "stage": stage,
-            "flags": options.flags,
-            "parameters": options.parameters,
+            "options": options.to_json(),
             "memory_limit_bytes": limits.memory_bytes,
             "fault": fault,
         }

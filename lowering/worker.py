@@ -68,7 +68,7 @@ def main() -> None:
 def _serve(head: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
     _limit_memory(head["memory_limit_bytes"])
     stage = _stage(head["stage"])
-    options = CompileOptions(flags=tuple(head["flags"]), parameters=head["parameters"])
+    options = CompileOptions.from_json(head["options"])
     started = time.perf_counter()
     try:
         _commit_fault(head.get("fault"))

@@ -6,10 +6,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from iree.runtime import _binding as hal
 
-from lowering.abi import ENTRY, PARAMETER_SCOPE, bind_function, parameter_name
+from lowering.abi import ENTRY, PARAMETER_SCOPE, bind_function
 from lowering.artifact import Artifact
 from lowering.dtypes import DTYPES
 from lowering.signature import TensorSpec
@@ -21,54 +20,54 @@ _INSTANCE = hal.VmInstance()
 
 
 class Executable:
-    """An artifact on a device. Thread-safe: submissions are serialized, executions are not.
+    """An artifact on a device, its parameters bound.
+
+    Thread-safe: submissions are serialized, executions are not.
 
     Attributes:
         artifact: what was loaded.
-        work: what a call is, for whoever sees it fail.
+        functions: its entry points, by name.
     """
 
     def __init__(self, device: Device, artifact: Artifact) -> None:
         self.artifact = artifact
-        ops = tuple(f"{op} at {line}" if line else op for op, line in artifact.ops)
-        self.work = Work(artifact.name, ops)
         self._device = device
         self._lock = threading.Lock()
         self._module = hal.VmModule.copy_buffer(_INSTANCE, artifact.vmfb)
         self._hal_module = hal.create_hal_module(_INSTANCE, device.hal)
-        self._function = self._module.lookup_function(ENTRY)
-        self._outputs = [(DTYPES[s.dtype], _static(s)) for s in artifact.signature.outputs]
         self._context: Any = None
         self._bound: list[Timepoint] = []
-        if not artifact.signature.parameters:
-            self.load(())
+        self.functions = {name: Function(self, name) for name in artifact.entries}
+        if not any(entry.signature.parameters for entry in artifact.entries.values()):
+            self.load(None)
 
-    def load(self, weights: Sequence[torch.Tensor]) -> None:
-        """Give the parameters their first values, in the signature's order.
+    def load(self, parameters: Any | None) -> None:
+        """Give the parameters their first values.
 
         IREE packs them for the code that reads them. Calls under way keep what they had.
 
         Args:
-            weights: dense tensors in the stored order; nobody writes to them any more.
+            parameters: an `iree.runtime.ParameterIndex` with their bytes by name, or None. Nobody
+                writes to these any more.
+
+        Raises:
+            RuntimeError: IREE refused the module or a parameter.
         """
         modules = [self._hal_module]
-        if weights:
-            index = hal.ParameterIndex()
-            for i, weight in enumerate(weights):
-                index.add_buffer(parameter_name(i), self._device.memory.parameter(weight))
-            provider = index.create_provider(scope=PARAMETER_SCOPE)
+        if parameters is not None:
+            provider = parameters.create_provider(scope=PARAMETER_SCOPE)
             modules.append(hal.create_io_parameters_module(_INSTANCE, provider))
         context = hal.VmContext(_INSTANCE, [*modules, self._module])
         with self._lock:
             self._context = context
 
-    def can_rebind(self, index: int) -> bool:
-        """Say whether parameter `index` can be bound anew without loading all of them again."""
-        return bind_function(parameter_name(index)) in self._module.function_names
+    def can_rebind(self, name: str) -> bool:
+        """Say whether a parameter can be bound anew without loading all of them again."""
+        return bind_function(name) in self._module.function_names
 
-    def rebind(self, index: int, weight: DeviceArray) -> None:
+    def rebind(self, name: str, weight: DeviceArray) -> None:
         """Give one parameter a new value; later calls see it, and no other weight moves."""
-        function = self._module.lookup_function(bind_function(parameter_name(index)))
+        function = self._module.lookup_function(bind_function(name))
         inputs = hal.VmVariantList(3)
         inputs.push_ref(weight._view)
         fence, ahead = joined([weight.ready, *self._bound])
@@ -77,10 +76,26 @@ class Executable:
         inputs.push_ref(signal)
         with self._lock:
             self._context.invoke(function, inputs, hal.VmVariantList(0))
-        point = Timepoint(
-            signal, Work(f"bind {parameter_name(index)} of {self.artifact.name}"), ahead
-        )
+        point = Timepoint(signal, Work(f"bind {name} of {self.artifact.name}"), ahead)
         self._bound = [point]
+
+
+class Function:
+    """One entry point of an executable: call it with handles, get handles.
+
+    Attributes:
+        work: what a call is, for whoever sees it fail.
+    """
+
+    def __init__(self, executable: Executable, name: str) -> None:
+        entry = executable.artifact.entries[name]
+        ops = tuple(f"{op} at {line}" if line else op for op, line in entry.ops)
+        called = executable.artifact.name if name == ENTRY else name
+        self.work = Work(called, ops)
+        self._executable = executable
+        self._device = executable._device
+        self._function = executable._module.lookup_function(name)
+        self._outputs = [(DTYPES[s.dtype], _static(s)) for s in entry.signature.outputs]
 
     def __call__(self, *args: DeviceArray | int | float | bool) -> list[DeviceArray]:
         """Submit a call; returns handles at once. The device itself waits for the arguments.
@@ -89,7 +104,8 @@ class Executable:
             args: handles of this device and numbers, as the signature says.
         """
         inputs = hal.VmVariantList(len(args) + 2)
-        points = [p for p in self._bound if not p.is_reached()]
+        executable, device = self._executable, self._device
+        points = [p for p in executable._bound if not p.is_reached()]
         for arg in args:
             if isinstance(arg, DeviceArray):
                 inputs.push_ref(arg._view)
@@ -99,7 +115,6 @@ class Executable:
                 inputs.push_float(arg)
             else:
                 inputs.push_int(arg)
-        device = self._device
         if device._held:
             points.append(device.start_point())
         fence, ahead = joined(points)
@@ -107,8 +122,8 @@ class Executable:
         inputs.push_ref(fence)
         inputs.push_ref(signal)
         results = hal.VmVariantList(len(self._outputs))
-        with self._lock:
-            self._context.invoke(self._function, inputs, results)
+        with executable._lock:
+            executable._context.invoke(self._function, inputs, results)
         ready = Timepoint(signal, self.work, ahead)
         arrays, nbytes = [], 0
         for i, (dtype, shape) in enumerate(self._outputs):

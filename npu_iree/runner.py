@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from lowering.abi import ENTRY
 from lowering.host import extract_host
 from lowering.plan import Free, Gather, Host, Invoke, Plan, Put, Scalar, Step, Value
 from lowering.region import inverse
@@ -176,7 +177,7 @@ class Runner:
         return DeviceArray(device, view, tuple(stored.shape), stored.dtype, ready)
 
     def _invoke_step(self, region: str, inputs: Sequence[str], outputs: Sequence[str]) -> _RunStep:
-        executable = self.executables[region]
+        function = self.executables[region].functions[ENTRY]
         specs = self.plan.regions[region].signature.inputs
         sources = [
             (isinstance(spec, TensorSpec), self._index[name])
@@ -187,7 +188,7 @@ class Runner:
         def run(environment: _Environment) -> None:
             host, handles, _ = environment
             args: list[Any] = [handles[i] if is_tensor else host[i] for is_tensor, i in sources]
-            for i, array in zip(targets, executable(*args), strict=True):
+            for i, array in zip(targets, function(*args), strict=True):
                 handles[i] = array
 
         return run

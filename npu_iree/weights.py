@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from iree.runtime import _binding as hal
 
 from lowering.plan import Plan
 from npu_iree.array import DeviceArray
@@ -31,8 +32,15 @@ class Weights:
         position = {name: i for i, name in enumerate(plan.inputs)}
         self._uses = {
             name: [
-                WeightUse(n.name, spec.order, position.get(n.name, -1), constants.get(n.name))
-                for n, spec in zip(region.parameters, region.signature.parameters, strict=True)
+                WeightUse(
+                    n.name, bound, spec.order, position.get(n.name, -1), constants.get(n.name)
+                )
+                for n, bound, spec in zip(
+                    region.parameters,
+                    region.parameter_names,
+                    region.signature.parameters,
+                    strict=True,
+                )
             ]
             for name, region in plan.regions.items()
             if region.parameters
@@ -54,19 +62,24 @@ class Weights:
     def _renew(
         self, executable: Executable, uses: Sequence[WeightUse], args: Sequence[Any]
     ) -> None:
-        changed = [i for i, use in enumerate(uses) if not use.is_current(args)]
+        changed = [use for use in uses if not use.is_current(args)]
         is_first = any(not use.is_bound for use in uses)
-        for i in changed:
-            uses[i].bind(args)
-        if is_first or len(changed) == len(uses) or not all(map(executable.can_rebind, changed)):
+        for use in changed:
+            use.bind(args)
+        can_rebind = all(executable.can_rebind(use.parameter) for use in changed)
+        if is_first or len(changed) == len(uses) or not can_rebind:
             reason = "bound once" if is_first else "it has changed"
-            executable.load([self._hand_over(use, executable, reason) for use in uses])
+            index = hal.ParameterIndex()
+            for use in uses:
+                weight = self._hand_over(use, executable, reason)
+                index.add_buffer(use.parameter, self._device.memory.parameter(weight))
+            executable.load(index)
             return
-        for i in changed:
-            stored = self._hand_over(uses[i], executable, "it has changed")
-            view, ready = self._device.memory.put(stored, self._device.start_point(), uses[i].name)
+        for use in changed:
+            stored = self._hand_over(use, executable, "it has changed")
+            view, ready = self._device.memory.put(stored, self._device.start_point(), use.name)
             array = DeviceArray(self._device, view, tuple(stored.shape), stored.dtype, ready)
-            executable.rebind(i, array)
+            executable.rebind(use.parameter, array)
 
     def _hand_over(self, use: WeightUse, executable: Executable, reason: str) -> torch.Tensor:
         """Return the bytes to give to the device, and enter them into the ledger."""
@@ -83,9 +96,15 @@ class WeightUse:
     """One parameter of one region: which argument or constant it is, and what is bound now."""
 
     def __init__(
-        self, name: str, order: Sequence[int], position: int, constant: torch.Tensor | None
+        self,
+        name: str,
+        parameter: str,
+        order: Sequence[int],
+        position: int,
+        constant: torch.Tensor | None,
     ) -> None:
         self.name = name
+        self.parameter = parameter
         self.position = position
         self.constant = constant
         self._order = tuple(order)

@@ -100,7 +100,7 @@ def is_recordable(node: fx.Node, args: object, kwargs: object, result: object) -
 
 
 @dataclass(frozen=True)
-class Program:
+class SingleOpProgram:
     """A `SingleOp` as a device segment, with what eager PyTorch makes of it.
 
     Attributes:
@@ -114,7 +114,7 @@ class Program:
     expected: tuple[torch.Tensor, ...]
 
 
-def program(single: SingleOp) -> Program:
+def program(single: SingleOp) -> SingleOpProgram:
     """Build the graph of one op, with placeholders and fake tensors as capture leaves them."""
     args, kwargs, used = pickle.loads(single.call)
     leaves, spec = tree_flatten((args, kwargs))
@@ -134,7 +134,7 @@ def program(single: SingleOp) -> Program:
     graph.output(tuple(outputs))
     own = [node] if outputs == [node] else [node, *outputs]
     fx.GraphModule({}, graph)
-    return Program(Segment(DEVICE, own, "region0"), inputs, expected)
+    return SingleOpProgram(Segment(DEVICE, own, "region0"), inputs, expected)
 
 
 def _placeholders(graph: fx.Graph, leaves: list[object]) -> Iterator[tuple[fx.Node, torch.Tensor]]:

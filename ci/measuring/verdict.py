@@ -13,13 +13,14 @@ import torch
 from lowering.abi import ENTRY
 from lowering.dtypes import DTYPES, dtype_name
 from lowering.errors import StageError
-from lowering.pipeline import compile_region
+from lowering.pipeline import compile_program
+from lowering.program import Program
 from lowering.region import extract_region, inverse, memory_order
 from lowering.signature import Signature, TensorSpec
 from lowering.stages.aten_to_torch import ATEN_TO_TORCH
 from lowering.stages.torch_to_linalg import TORCH_TO_LINALG
 from lowering.target import CompileTarget
-from measuring.single_op import Program, SingleOp, program
+from measuring.single_op import SingleOp, SingleOpProgram, program
 
 RIGHT = "right"
 TARGET = CompileTarget(
@@ -74,7 +75,7 @@ def judge(single: SingleOp, progress: Callable[[str], None]) -> Verdict:
     region = extract_region(made.segment, ())
     progress("compiler")
     try:
-        vmfb = compile_region(region, TARGET).vmfb
+        vmfb = compile_program(Program.of(region), TARGET).vmfb
     except StageError as error:
         if error.stage in (ATEN_TO_TORCH.name, TORCH_TO_LINALG.name):
             return Verdict("torch-mlir cannot lower it", error.diagnostics)
@@ -93,7 +94,7 @@ def judge(single: SingleOp, progress: Callable[[str], None]) -> Verdict:
     return _compare(_without_ties(made, results), _without_ties(made, made.expected))
 
 
-def _without_ties(made: Program, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _without_ties(made: SingleOpProgram, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Replace indices of `topk` by what they point at: which of equal values it takes is open."""
     node, *items = made.segment.nodes
     if str(node.target) != "aten.topk.default":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -13,11 +13,31 @@ class CompileOptions:
 
     Attributes:
         flags: `iree-compile` flags.
-        parameters: how many of the entry point's last arguments are parameters, bound once.
+        parameters: entry point -> the names of the parameters that its last arguments are. Those
+            are bound once, at load; entry points that name the same one share it.
+        rebind: whether each parameter gets a function that binds it anew without a load.
     """
 
     flags: tuple[str, ...] = ()
-    parameters: int = 0
+    parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    rebind: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the options as plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> CompileOptions:
+        """Take options back from plain values.
+
+        Raises:
+            KeyError, TypeError, AttributeError: they are no options.
+        """
+        return cls(
+            flags=tuple(values["flags"]),
+            parameters={entry: tuple(names) for entry, names in values["parameters"].items()},
+            rebind=bool(values["rebind"]),
+        )
 
 
 @dataclass(frozen=True)

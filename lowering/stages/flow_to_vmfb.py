@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lowering.abi import PARAMETER_SCOPE, bind_function, parameter_name
+from lowering.abi import PARAMETER_SCOPE, bind_function
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.iree_session import IreeSession
 
-_PARAMETER = re.compile(rf'#flow\.parameter\.named<"{PARAMETER_SCOPE}"::"(?P<name>\w+)">')
+_PARAMETER = re.compile(rf'#flow\.parameter\.named<"{PARAMETER_SCOPE}"::"(?P<name>[^"]+)">')
 
 
 def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
     """Compile flow IR to a .vmfb.
 
     IREE has hoisted what depends on parameters alone (packing, transposing) into initializers.
-    Each is written again as a function, so that one changed weight can be bound without loading
-    the module, and so the other weights, again:
+    With `options.rebind` each is written again as a function, so that one changed weight can be
+    bound without loading the module, and so the other weights, again:
 
     Before: util.initializer { %w = util.global.load immutable @p0
                                %0 = flow.tensor.encode %w; util.global.store %0, @packed }
@@ -30,7 +31,7 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
 
     Args:
         flow_asm: one module, as `linalg-to-flow` leaves it.
-        options: `flags` go to IREE as they are.
+        options: `flags` go to IREE as they are; `parameters` and `rebind`: see above.
 
     Raises:
         RuntimeError: the compiler refused the module; the text is what it said.
@@ -42,7 +43,9 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
     with IreeSession(options) as session:
         module = session.parse(flow_asm)
         with session.context:
-            _add_bind_functions(module, [parameter_name(i) for i in range(options.parameters)])
+            if options.rebind:
+                names = dict.fromkeys(itertools.chain.from_iterable(options.parameters.values()))
+                _add_bind_functions(module, list(names))
         output = Output.open_membuffer()
         session.compile(module, begin="flow").output_vm_bytecode(output)
         return bytes(output.map_memory())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from lowering.abi import ENTRY, PARAMETER_SCOPE, parameter_name
+from lowering.abi import PARAMETER_SCOPE
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.iree_session import IreeSession
 from lowering.stages.keep_arguments import keep_arguments
@@ -12,16 +13,16 @@ from lowering.stages.separate_reads import separate_reads
 
 
 def linalg_to_flow(linalg_asm: str, options: CompileOptions) -> str:
-    """Form dispatches; the last `options.parameters` arguments become parameter globals.
+    """Form dispatches; the arguments that `options.parameters` names become parameter globals.
 
     Before: func.func @main(%arg0: tensor<1x8xf32>, %arg1: tensor<8x8xf32>)
-    After:  util.global private @p0 = #flow.parameter.named<"model"::"p0"> : tensor<8x8xf32>
+    After:  util.global private @param.p0 = #flow.parameter.named<"model"::"p0"> : tensor<8x8xf32>
             util.func public @main(%arg0: !hal.buffer_view, %wait: !hal.fence, %signal: !hal.fence)
 
     A parameter is a global so that IREE packs it once, at load, for the code that reads it.
 
     Args:
-        linalg_asm: one module with the function `main`.
+        linalg_asm: one module; its public functions are the entry points.
         options: `flags` go to IREE as they are.
 
     Raises:
@@ -33,35 +34,62 @@ def linalg_to_flow(linalg_asm: str, options: CompileOptions) -> str:
     with IreeSession(options) as session:
         module = session.parse(linalg_asm)
         with session.context:
-            function = next(op for op in module.body.operations if _symbol(op) == ENTRY)
-            _bind_parameters(module, function, options.parameters)
-            with ir.Location.unknown():
-                keep_arguments(function)
-                separate_reads(function)
+            bound: dict[str, Any] = {}
+            for function in _entry_points(module):
+                names = options.parameters.get(_symbol(function), ())
+                _bind_parameters(module, function, names, bound)
+                with ir.Location.unknown():
+                    keep_arguments(function)
+                    separate_reads(function)
         session.compile(module, end="flow")
         return str(module.operation.get_asm())
 
 
-def _bind_parameters(module: Any, function: Any, count: int) -> None:
-    """Turn the last `count` arguments of the entry point into loads of globals."""
+def _entry_points(module: Any) -> list[Any]:
+    functions = [op for op in module.body.operations if op.operation.name == "func.func"]
+    return [op for op in functions if not _is_private(op)]
+
+
+def _is_private(function: Any) -> bool:
+    attributes = function.attributes
+    return "sym_visibility" in attributes and attributes["sym_visibility"].value == "private"
+
+
+def _bind_parameters(
+    module: Any, function: Any, names: Sequence[str], bound: dict[str, Any]
+) -> None:
+    """Turn the last arguments of an entry point into loads of globals.
+
+    Args:
+        module: gets the globals.
+        function: the entry point.
+        names: of the parameters that its last arguments are.
+        bound: the types of the globals there are, by parameter; those made are added.
+    """
     from iree.compiler import ir
 
     block = function.regions[0].blocks[0]
-    first = len(block.arguments) - count
+    first = len(block.arguments) - len(names)
     with ir.Location.unknown():
-        for index in range(count):
+        for index, name in enumerate(names):
             argument = block.arguments[first + index]
-            name = parameter_name(index)
-            with ir.InsertionPoint.at_block_begin(module.body):
-                _create_global(name, argument.type)
+            if name not in bound:
+                bound[name] = argument.type
+                with ir.InsertionPoint.at_block_begin(module.body):
+                    _create_global(name, argument.type)
+            elif bound[name] != argument.type:
+                raise RuntimeError(
+                    f"parameter {name} is {bound[name]} in one entry point and {argument.type} in "
+                    "another"
+                )
             with ir.InsertionPoint.at_block_begin(block):
                 load = ir.Operation.create(
                     "util.global.load",
                     results=[argument.type],
-                    attributes={"global": ir.FlatSymbolRefAttr.get(name)},
+                    attributes={"global": ir.FlatSymbolRefAttr.get(_global_symbol(name))},
                 )
             argument.replace_all_uses_with(load.result)
-        for index in reversed(range(first, first + count)):
+        for index in reversed(range(first, first + len(names))):
             block.erase_argument(index)
         kind = ir.FunctionType(ir.TypeAttr(function.attributes["function_type"]).value)
         function.attributes["function_type"] = ir.TypeAttr.get(
@@ -78,7 +106,7 @@ def _create_global(name: str, kind: Any) -> None:
     ir.Operation.create(
         "util.global",
         attributes={
-            "sym_name": ir.StringAttr.get(name),
+            "sym_name": ir.StringAttr.get(_global_symbol(name)),
             "sym_visibility": ir.StringAttr.get("private"),
             "type": ir.TypeAttr.get(kind),
             "initial_value": ir.Attribute.parse(value),
@@ -86,12 +114,17 @@ def _create_global(name: str, kind: Any) -> None:
     )
 
 
-def _symbol(op: Any) -> str | None:
-    return op.attributes["sym_name"].value if "sym_name" in op.attributes else None
+def _global_symbol(parameter: str) -> str:
+    """Name a parameter's global: not as an entry point could be named."""
+    return f"param.{parameter}"
+
+
+def _symbol(op: Any) -> str:
+    return str(op.attributes["sym_name"].value)
 
 
 def _has_entry(asm: str) -> str | None:
-    return None if f"@{ENTRY}(" in asm else f"the module has no function @{ENTRY}"
+    return None if "util.func public @" in asm else "the module has no entry point"
 
 
 LINALG_TO_FLOW = Stage("linalg-to-flow", "flow.mlir", linalg_to_flow, _has_entry)

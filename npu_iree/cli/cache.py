@@ -30,7 +30,8 @@ def list_entries() -> None:
         stat = path.stat()
         used = datetime.fromtimestamp(stat.st_mtime).isoformat(" ", "seconds")
         parts = entry.parts
-        table.add_row(path.stem[:16], parts["target"], str(stat.st_size), parts["parameters"], used)
+        bound = {name for names in entry.options.parameters.values() for name in names}
+        table.add_row(path.stem[:16], parts["target"], str(stat.st_size), str(len(bound)), used)
     console.print(table)
 
 
@@ -182,7 +183,7 @@ def _why_wrong(entry: Entry) -> str | None:
     from lowering.pipeline import compile_source
 
     try:
-        vmfb = compile_source(entry.source, entry.flags, int(entry.parts["parameters"]))
+        vmfb = compile_source(entry.source, entry.options)
     except StageError as error:
         return f"cannot be compiled again: {error}"
     return None if vmfb == entry.vmfb else "differs from what its source compiles to now"

@@ -17,7 +17,8 @@ from lowering.capture import capture_aot
 from lowering.decompositions import decomposition_table
 from lowering.errors import StageError
 from lowering.partition import partition
-from lowering.pipeline import STAGES, Toolchain, compile_region, product_name, restart
+from lowering.pipeline import STAGES, Toolchain, compile_program, product_name, restart
+from lowering.program import Program
 from lowering.region import Region, extract_region
 from lowering.stages import CompileOptions
 from npu_iree.targets import NPU_LOCAL
@@ -40,9 +41,8 @@ def lowered(tmp_path: Path) -> Lower:
     def lower(
         function: Callable[..., Any], *args: torch.Tensor, weights: int = 0
     ) -> dict[str, str]:
-        compile_region(
-            region_of(function, *args, weights=weights), NPU_LOCAL.compile, dump=tmp_path
-        )
+        region = region_of(function, *args, weights=weights)
+        compile_program(Program.of(region), NPU_LOCAL.compile, dump=tmp_path)
         texts = {s.name: (tmp_path / product_name(s)).read_bytes() for s in STAGES}
         return {name: text.decode(errors="replace") for name, text in texts.items()}
 
@@ -127,7 +127,7 @@ def test_a_failed_stage_says_which_and_leaves_what_repeats_it(tmp_path: Path) ->
     region = region_of(torch.relu, torch.zeros(4, 8))
     flags = ("--iree-hal-target-backends=nonsense",)
     with pytest.raises(StageError) as caught:
-        compile_region(region, NPU_LOCAL.compile, Toolchain(flags=flags), tmp_path)
+        compile_program(Program.of(region), NPU_LOCAL.compile, Toolchain(flags=flags), tmp_path)
     error = caught.value
     assert error.stage == "linalg-to-flow"
     assert "nonsense" in error.diagnostics
@@ -149,5 +149,5 @@ def test_compilers_say_nothing_on_the_screen(capfd: pytest.CaptureFixture[str]) 
     region = region_of(torch.relu, torch.zeros(4, 8))
     flags = ("--iree-hal-target-backends=nonsense",)
     with pytest.raises(StageError):
-        compile_region(region, NPU_LOCAL.compile, Toolchain(flags=flags))
+        compile_program(Program.of(region), NPU_LOCAL.compile, Toolchain(flags=flags))
     assert capfd.readouterr() == ("", "")
