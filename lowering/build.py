@@ -143,7 +143,8 @@ class Builder:
             self._count("compiles", 1)
             self._count("compile_ms", elapsed_ms)
             log.info("%s: compiled in %d ms", program.name, elapsed_ms)
-        return Entry(key.parts if key else {}, module.flags, module.vmfb, module.source)
+        parts = key.parts if key else {}
+        return Entry(parts, module.flags, module.vmfb, module.source, module.cpu_features)
 
     def _count(self, name: str, number: int) -> None:
         with _COUNTING:

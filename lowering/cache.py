@@ -42,13 +42,15 @@ class Entry:
         parts: the labelled key.
         flags: the `iree-compile` flags that were chosen.
         vmfb: the module.
-        source: the region in the torch dialect, to compile it again.
+        source: the program in the torch dialect, to compile it again.
+        cpu_features: what a CPU must have to run it.
     """
 
     parts: Mapping[str, str]
     flags: tuple[str, ...]
     vmfb: bytes
     source: str
+    cpu_features: tuple[str, ...] = ()
 
     @property
     def options(self) -> CompileOptions:
@@ -73,6 +75,7 @@ class Entry:
             "format": FORMAT,
             "key": dict(self.parts),
             "flags": self.flags,
+            "cpu_features": self.cpu_features,
             "source_bytes": len(source),
         }
         body = json.dumps(head, sort_keys=True).encode() + b"\n" + source + self.vmfb
@@ -95,7 +98,8 @@ class Entry:
                 raise ValueError(f"it has format {head['format']}, not {FORMAT}")
             size = head["source_bytes"]
             source = zlib.decompress(data[:size]).decode()
-            return cls(dict(head["key"]), tuple(head["flags"]), data[size:], source)
+            features = tuple(head["cpu_features"])
+            return cls(dict(head["key"]), tuple(head["flags"]), data[size:], source, features)
         except (KeyError, TypeError, zlib.error) as error:
             raise ValueError(f"it makes no sense: {error}") from error
 

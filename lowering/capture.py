@@ -64,12 +64,27 @@ def capture_aot(
     Raises:
         InternalError: the graph calls modules or methods, which AOTAutograd never leaves.
     """
-    _share_sizes(graph_module.graph)
-    graph_module.graph.eliminate_dead_code()
-    graph_module.recompile()
+    constants = normalize(graph_module)
     inputs = tuple(graph_module.graph.find_nodes(op="placeholder"))
     for node, name in zip(inputs, names, strict=False):
         node._rename(name)
+    return CapturedGraph(
+        graph_module, inputs, frozenset(inputs[i] for i in weights if i < len(inputs)), constants
+    )
+
+
+def normalize(graph_module: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
+    """Bring a functional graph, in place, into the one form that the rest of the house reads.
+
+    Returns:
+        The tensors that the graph itself holds, by their nodes.
+
+    Raises:
+        InternalError: the graph calls modules or methods.
+    """
+    _share_sizes(graph_module.graph)
+    graph_module.graph.eliminate_dead_code()
+    graph_module.recompile()
     constants: dict[fx.Node, torch.Tensor] = {}
     for node in graph_module.graph.nodes:
         if node.op in ("call_module", "call_method"):
@@ -82,9 +97,7 @@ def capture_aot(
             if isinstance(value, torch.Tensor):
                 constants[node] = value
                 node.meta.setdefault("val", value)
-    return CapturedGraph(
-        graph_module, inputs, frozenset(inputs[i] for i in weights if i < len(inputs)), constants
-    )
+    return constants
 
 
 def _share_sizes(graph: fx.Graph) -> None:

@@ -67,14 +67,9 @@ def partition(
         apart: nodes that it has refused together: those with different numbers get regions of
             their own.
     """
-    disabled = frozenset(disabled_ops)
-    nodes = captured.nodes
-    scalars = tuple(n for n in nodes if is_scalar(n))
-    compute = [n for n in nodes if n not in set(scalars)]
-    host_ops: dict[fx.Node, HostOp] = {}
-    for node in compute:
-        if host_op := _why_host(node, capabilities, disabled, failed or {}):
-            host_ops[node] = host_op
+    scalars = tuple(n for n in captured.nodes if is_scalar(n))
+    compute = [n for n in captured.nodes if n not in set(scalars)]
+    host_ops = why_host(compute, capabilities, disabled_ops=disabled_ops, failed=failed)
     for node in _views_between_results(captured):
         if node not in host_ops:
             host_ops[node] = _host_op(node, "cost", "a view of a result, made where the result is")
@@ -91,6 +86,24 @@ def partition(
             host_ops[node] = _host_op(
                 node, "cost", "moves data only, which is not worth a transfer"
             )
+
+
+def why_host(
+    nodes: Iterable[fx.Node],
+    capabilities: Capabilities,
+    *,
+    disabled_ops: Iterable[str] = (),
+    failed: Mapping[fx.Node, str] | None = None,
+) -> dict[fx.Node, HostOp]:
+    """Give the nodes that cannot, or shall not, run on the device, each with its reason.
+
+    Args:
+        nodes: nodes that compute tensors.
+        capabilities, disabled_ops, failed: as for `partition`.
+    """
+    disabled = frozenset(disabled_ops)
+    found = {n: _why_host(n, capabilities, disabled, failed or {}) for n in nodes}
+    return {node: host_op for node, host_op in found.items() if host_op is not None}
 
 
 def _views_between_results(captured: CapturedGraph) -> list[fx.Node]:

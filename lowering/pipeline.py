@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from lowering.cpu import required_features
 from lowering.errors import CancelledError, StageError
 from lowering.program import Program
 from lowering.service import CompileService, Fault, Limits
@@ -56,11 +57,13 @@ class CompiledModule:
         vmfb: the module.
         flags: the flag set that was taken.
         source: the program in the torch dialect, from which it can be compiled again.
+        cpu_features: what a CPU must have to run it (`lowering.cpu`).
     """
 
     vmfb: bytes
     flags: FlagSet
     source: str
+    cpu_features: tuple[str, ...] = ()
 
 
 def compile_program(
@@ -105,7 +108,7 @@ def compile_program(
             number = f"{i + 1} of {len(flag_sets)}"
             log.info("%s: flag set %s failed: %s", program.name, number, error)
             continue
-        return CompiledModule(vmfb, flag_set, torch_asm)
+        return CompiledModule(vmfb, flag_set, torch_asm, required_features(flow_asm))
     raise StageError(LINALG_TO_FLOW.name, f"target {target.name!r} lists no flag sets")
 
 

@@ -78,9 +78,9 @@ def extract_region(
     graph.output([_give(graph, values[n], n) for n in segment.outputs])
     owner = segment.nodes[0].graph.owning_module
     signature = Signature(
-        inputs=tuple(_spec(n) for n in inputs),
-        parameters=tuple(_tensor_spec(n) for n in parameters),
-        outputs=tuple(_tensor_spec(n) for n in segment.outputs),
+        inputs=tuple(value_spec(n.meta["val"]) for n in inputs),
+        parameters=tuple(tensor_spec(n.meta["val"]) for n in parameters),
+        outputs=tuple(tensor_spec(n.meta["val"]) for n in segment.outputs),
     )
     return Region(
         name=segment.name,
@@ -149,18 +149,18 @@ def _permute(graph: fx.Graph, node: fx.Node, order: Sequence[int], value: torch.
     return permuted
 
 
-def _spec(node: fx.Node) -> TensorSpec | ScalarSpec:
-    value = node.meta["val"]
+def value_spec(value: object) -> TensorSpec | ScalarSpec:
+    """Say what a (fake) tensor or a (symbolic) number is to a signature."""
     if isinstance(value, torch.Tensor):
-        return _tensor_spec(node)
+        return tensor_spec(value)
     for kind, name in SCALAR_TYPES.items():
         if isinstance(value, (kind, getattr(torch, f"Sym{kind.__name__.capitalize()}"))):
             return ScalarSpec(name)
     raise TypeError(f"a region cannot take {value!r}")
 
 
-def _tensor_spec(node: fx.Node) -> TensorSpec:
-    value = node.meta["val"]
+def tensor_spec(value: torch.Tensor) -> TensorSpec:
+    """Say what a (fake) tensor is to a signature."""
     shape = tuple(s if isinstance(s, int) else str(s) for s in value.shape)
     return TensorSpec(dtype_name(value.dtype), shape, memory_order(value))
 

@@ -1,0 +1,60 @@
+"""Which instruction sets code for a CPU needs, and which of them this machine lacks."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+
+# What generated code may use, by LLVM's names; Linux writes most of them alike but for punctuation.
+_CODE_FEATURE = re.compile(
+    r"(s?sse.*|avx.*|amx.*|fma4?|f16c|bmi2?|lzcnt|popcnt|movbe|aes|vaes|v?pclmul(qdq)?|gfni|sha.*)"
+)
+# LLVM's name -> Linux's, where they are different words.
+_LINUX_NAMES = {"sse3": "pni", "bmi": "bmi1", "lzcnt": "abm", "pclmul": "pclmulqdq", "sha": "shani"}
+_TARGET = re.compile(
+    r'#hal\.executable\.target<"llvm-cpu", "embedded-elf-(?P<arch>\w+)"[^>]*?'
+    r'cpu_features = "(?P<features>[^"]*)"'
+)
+
+
+def required_features(flow_asm: str) -> tuple[str, ...]:
+    """Read from a module in IREE's flow dialect what its machine code will need.
+
+    Returns:
+        The architecture and LLVM's feature names, e.g. `("x86_64", "avx2", "fma")`; nothing for
+        code that is for no CPU.
+    """
+    found: set[str] = set()
+    for match in _TARGET.finditer(flow_asm):
+        found.add(match["arch"])
+        wanted = (name for name in match["features"].split(",") if name.startswith("+"))
+        found.update(n[1:] for n in wanted if _CODE_FEATURE.fullmatch(n[1:]))
+    return tuple(sorted(found))
+
+
+def missing_features(required: Iterable[str]) -> list[str]:
+    """Return which of `required` this machine does not have; nothing where it cannot be known."""
+    here = _features_here()
+    return [name for name in required if here and _linux_name(name) not in here]
+
+
+@cache
+def _features_here() -> frozenset[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    names = flags[1].split() if flags else []
+    return frozenset(map(_plain, [platform.machine(), *names]))
+
+
+def _linux_name(feature: str) -> str:
+    return _LINUX_NAMES.get(feature, _plain(feature))
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]", "", name)

@@ -1,0 +1,285 @@
+"""The second door: an `ExportedProgram` of torch.export to a region of its own, whole, and its call.
+
+Everything runs on the device, or the export is refused with a list of what cannot.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import (
+    ConstantArgument,
+    InputKind,
+    InputSpec,
+    OutputKind,
+    SymIntArgument,
+    TensorArgument,
+)
+from torch.utils import _pytree as pytree
+
+from lowering.capture import CapturedGraph, normalize
+from lowering.decompositions import DecompositionTable
+from lowering.errors import NpuIreeError
+from lowering.manifest import Argument, Call, Constant, Source
+from lowering.nodes import is_number
+from lowering.region import Region, extract_region, tensor_spec, value_spec
+from lowering.segments import DEVICE, Segment
+
+_WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER)
+_RESULTS = (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
+_WRITES = (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION)
+
+
+class ExportError(NpuIreeError):
+    """An exported program holds what an artifact cannot."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """An exported program, captured.
+
+    Attributes:
+        name: of its entry point.
+        captured: the graph; its inputs are the user's, then the buffers that it writes to.
+        parameters: the name of each weight's node in the model's `state_dict`.
+        states: the name of each node of a buffer that a call writes to.
+        tensors: the values of all of these, and of their other names.
+        aliases: name -> the other names of the same tensor.
+        symbols: symbolic size -> its range.
+        program: where it comes from.
+    """
+
+    name: str
+    captured: CapturedGraph
+    parameters: Mapping[fx.Node, str]
+    states: Mapping[fx.Node, str]
+    tensors: Mapping[str, torch.Tensor]
+    aliases: Mapping[str, tuple[str, ...]]
+    symbols: Mapping[str, tuple[int, int | None]]
+    program: ExportedProgram
+
+    @property
+    def segment(self) -> Segment:
+        """All of it, as one device segment."""
+        return Segment(DEVICE, list(self.captured.nodes), self.name)
+
+    def region(self) -> Region:
+        """Extract all of it as one region, its parameters named as in the `state_dict`.
+
+        Raises:
+            ExportError: it computes nothing.
+        """
+        if not self.captured.nodes:
+            raise ExportError(f"entry point {self.name!r} computes nothing")
+        return extract_region(self.segment, self.captured.weights, self.parameters)
+
+    def call(self, region: Region) -> Call:
+        """Say how a call of the program becomes a call of the region's function."""
+        specs = self.program.graph_signature.input_specs
+        placeholders = self.captured.graph_module.graph.find_nodes(op="placeholder")
+        users = [s for s in specs if s.kind is InputKind.USER_INPUT]
+        by_name = {n.name: n for n in placeholders}
+        arguments = tuple(_argument(s, by_name) for s in users)
+        sources = {by_name[s.arg.name]: Source("argument", i) for i, s in enumerate(users)}
+        sources |= {n: Source("state", name=name) for n, name in self.states.items()}
+        known = dict(sources)
+        known |= {n: Source("parameter", name=name) for n, name in self.parameters.items()}
+        known |= {n: Source("result", i) for i, n in enumerate(region.outputs)}
+        outputs, writes = self._outputs(known)
+        tree = self.program.call_spec
+        return Call(
+            arguments=arguments,
+            in_tree=_tree_text(tree.in_spec, "arguments"),
+            names=tuple(_argument_names(self.program)),
+            function=region.signature,
+            takes=tuple(sources[n] for n in region.inputs),
+            outputs=tuple(outputs),
+            out_tree=_tree_text(tree.out_spec, "results"),
+            writes=tuple(writes),
+            ops=tuple((op, str(line)) for op, line in region.ops),
+        )
+
+    def _outputs(
+        self, known: Mapping[fx.Node, Source]
+    ) -> tuple[list[Source], list[tuple[Source, Source]]]:
+        """Return where the results come from, and what is written where."""
+        targets = {
+            **{n.name: Source("argument", s.index) for n, s in known.items() if s.kind == "argument"},
+            **{name: Source("state", name=name) for name in self.states.values()},
+        }
+        outputs, writes = [], []
+        specs = self.program.graph_signature.output_specs
+        for spec, value in zip(specs, self.captured.outputs, strict=True):
+            source = _source(value, known)
+            if spec.kind in _RESULTS:
+                outputs.append(source)
+            else:
+                writes.append((targets[str(spec.target)], source))
+        return outputs, writes
+
+
+def capture_export(name: str, program: ExportedProgram, table: DecompositionTable) -> Export:
+    """Take an exported program.
+
+    Args:
+        name: what its entry point is to be called.
+        program: what `torch.export.export` made.
+        table: the decompositions.
+
+    Raises:
+        ExportError: it has inputs or results of a kind that no artifact can hold.
+    """
+    program = program.run_decompositions(dict(table))
+    graph_module = program.graph_module
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    specs = program.graph_signature.input_specs
+    written = _written(name, program)
+    parameters: dict[fx.Node, str] = {}
+    states: dict[fx.Node, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    users: list[fx.Node] = []
+    first: dict[int, tuple[str, fx.Node]] = {}
+    aliases: dict[str, tuple[str, ...]] = {}
+    for node, spec in zip(placeholders, specs, strict=True):
+        target = str(spec.target)
+        if spec.kind is InputKind.USER_INPUT:
+            users.append(node)
+        elif spec.kind in _WEIGHTS and target in written:
+            states[node], tensors[target] = target, _value(program, target)
+        elif spec.kind in _WEIGHTS and spec.persistent is not False:
+            value = _value(program, target)
+            same = first.setdefault(value.data_ptr(), (target, node))
+            if same[1] is not node and _is_same(value, tensors[same[0]]):
+                aliases[same[0]] = (*aliases.get(same[0], ()), target)
+                node.replace_all_uses_with(same[1])
+                continue
+            parameters[node], tensors[target] = target, value
+            node.meta["val"] = torch.empty_like(  # dense in the file, whatever it is here
+                node.meta["val"], memory_format=torch.contiguous_format
+            )
+        elif spec.kind in (*_WEIGHTS, InputKind.CONSTANT_TENSOR):
+            _inline(graph_module, node, _value(program, target))
+        else:
+            raise ExportError(f"{name}: input {node.name} is a {spec.kind.name}, which no artifact holds")
+    constants = normalize(graph_module)
+    captured = CapturedGraph(
+        graph_module,
+        tuple(n for n in (*users, *states) if _is_passed(n)),
+        frozenset(parameters),
+        constants,
+    )
+    return Export(
+        name=name,
+        captured=captured,
+        parameters=parameters,
+        states=states,
+        tensors=tensors,
+        aliases=aliases,
+        symbols={str(s): _limits(r) for s, r in program.range_constraints.items()},
+        program=program,
+    )
+
+
+def _written(name: str, program: ExportedProgram) -> set[str]:
+    """Return the names of the buffers that a call writes to."""
+    found = set()
+    for spec in program.graph_signature.output_specs:
+        if spec.kind not in (*_RESULTS, *_WRITES):
+            raise ExportError(
+                f"{name}: a result is a {spec.kind.name}; export the model in inference"
+            )
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            found.add(str(spec.target))
+    return found
+
+
+def _value(program: ExportedProgram, name: str) -> torch.Tensor:
+    value = program.state_dict.get(name)
+    if value is None:
+        value = program.constants[name]
+    if not isinstance(value, torch.Tensor):
+        raise ExportError(f"constant {name} is no tensor but {type(value).__name__}")
+    return value.detach()
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Say whether two tensors with one address are the same tensor, and not two empty ones."""
+    same_memory = one.numel() > 0 and one.data_ptr() == other.data_ptr()
+    return same_memory and one.shape == other.shape and one.stride() == other.stride()
+
+
+def _inline(graph_module: fx.GraphModule, node: fx.Node, value: torch.Tensor) -> None:
+    """Make a placeholder a constant of the graph: no `state_dict` has it."""
+    names = (f"constant_{i}" for i in itertools.count())
+    name = next(n for n in names if not hasattr(graph_module, n))
+    graph_module.register_buffer(name, value.contiguous())
+    with graph_module.graph.inserting_after(node):
+        constant = graph_module.graph.get_attr(name)
+    constant.meta = {**node.meta, "val": value.contiguous()}
+    node.replace_all_uses_with(constant)
+
+
+def _is_passed(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) or is_number(value)
+
+
+def _argument(spec: InputSpec, nodes: Mapping[str, fx.Node]) -> Argument:
+    match spec.arg:
+        case TensorArgument(name=name):
+            return Argument(name, tensor_spec(nodes[name].meta["val"]))
+        case SymIntArgument(name=name):
+            return Argument(name, value_spec(nodes[name].meta["val"]))
+        case ConstantArgument(name=name, value=value):
+            return Argument(name, None, _constant(name, value))
+    raise ExportError(f"argument {spec.arg.name} is of a kind that no artifact holds: {spec.arg}")
+
+
+def _constant(name: str, value: Any) -> Constant:
+    if value is not None and not isinstance(value, (bool, int, float, str)):
+        raise ExportError(f"argument {name} was compiled in as {value!r}, which no artifact holds")
+    return value
+
+
+def _source(value: object, known: Mapping[fx.Node, Source]) -> Source:
+    if not isinstance(value, fx.Node):
+        return Source("constant", value=_constant("result", value))
+    if value in known:
+        return known[value]
+    size = value.meta.get("val")
+    if is_number(size):
+        return Source("size", name=str(size))
+    return Source("parameter", name=value.name)
+
+
+def _argument_names(program: ExportedProgram) -> list[str]:
+    for entry in program.module_call_graph:
+        if entry.fqn == "" and entry.signature is not None:
+            return list(entry.signature.forward_arg_names or ())
+    return []
+
+
+def _tree_text(spec: pytree.TreeSpec | None, what: str) -> str:
+    try:
+        return pytree.treespec_dumps(spec) if spec is not None else ""
+    except NotImplementedError as error:
+        raise ExportError(
+            f"the {what} hold a type that cannot be written down ({error}); register it with "
+            "torch.utils._pytree and a serialized_type_name, or use plain dicts, lists and tuples"
+        ) from error
+
+
+def _limits(limits: Any) -> tuple[int, int | None]:
+    """Return a symbol's range; what is as good as unlimited is None."""
+    most = limits.upper
+    is_finite = getattr(most, "is_finite", True) and getattr(most, "is_Integer", True)
+    high = int(most) if is_finite else None
+    return max(0, int(limits.lower)), high if high is None or high < 2**62 else None
+
+
