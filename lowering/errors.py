@@ -15,6 +15,20 @@ class InternalError(NpuIreeError):
     """A bug of ours, not of the user's program."""
 
 
+class ArtifactError(NpuIreeError):
+    """A file that was handed to us is damaged, or is not for us: read as data, never trusted.
+
+    Attributes:
+        path: the file.
+        reason: what is wrong with it, in one line.
+    """
+
+    def __init__(self, path: Path | str, reason: str) -> None:
+        self.path = Path(path)
+        self.reason = reason
+        super().__init__(f"cannot use {path}: {reason}")
+
+
 class CancelledError(BaseException):
     """The service was closed under a request. No `Exception`: it says nothing of the program."""
 

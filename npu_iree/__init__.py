@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 # name -> module; loaded at first use: `import npu_iree` loads no compiler and opens nothing.
 _PUBLIC = {
+    "ArtifactError": "npu_iree.errors",
     "CompileTarget": "lowering.target",
     "Device": "npu_iree.device",
     "DeviceArray": "npu_iree.array",

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowering.capabilities import CapabilityError
-from lowering.errors import HostOp, InternalError, NpuIreeError, StageError, UnsupportedOpError
+from lowering.errors import (
+    ArtifactError,
+    HostOp,
+    InternalError,
+    NpuIreeError,
+    StageError,
+    UnsupportedOpError,
+)
 
 __all__ = [
+    "ArtifactError",
     "CapabilityError",
     "DeviceError",
     "DeviceTimeoutError",

@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
+from lowering.archive import ArchiveLimits, open_archive
 from lowering.cache import SUFFIX, ArtifactCache, Entry, write_atomically
 from lowering.denials import DenialRecord
 from npu_iree.errors import NpuIreeError, StageError
@@ -20,6 +21,7 @@ from npu_iree.settings import Settings
 
 app = typer.Typer(no_args_is_help=True, help=__doc__)
 console = Console()
+_LIMITS = ArchiveLimits(members=100_000)  # a full cache of small regions
 
 
 @app.command("ls")
@@ -115,15 +117,12 @@ def export_entries(file: Path) -> None:
 def import_entries(file: Path) -> None:
     """Take over the entries and denials of a zip file; what is damaged is left out."""
     cache, taken = _cache(), 0
-    try:
-        with zipfile.ZipFile(file) as archive:
-            for name in archive.namelist():
-                if name.endswith(SUFFIX):
-                    taken += _take_over(cache, archive.read(name), name)
-                elif name == _denials().path.name:
-                    _take_over_denials(archive.read(name))
-    except (OSError, zipfile.BadZipFile) as error:
-        raise NpuIreeError(f"cannot read {file}: {error}") from error
+    with open_archive(file, _LIMITS) as archive:
+        for name in archive.names():
+            if name.endswith(SUFFIX):
+                taken += _take_over(cache, archive.read(name), name)
+            elif name == _denials().path.name:
+                _take_over_denials(archive.read(name))
     console.print(f"took over {taken} entries")
 
 

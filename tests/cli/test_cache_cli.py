@@ -193,12 +193,23 @@ def test_a_damaged_entry_of_an_archive_is_left_out(call: Cli, folder: Path, tmp_
     with zipfile.ZipFile(archive, "w") as out:
         for path in (good, *others[:2]):
             out.write(path, f"artifacts/{path.name}")
-        out.writestr("artifacts/../../outside.npua", others[2].read_bytes())
+        out.writestr("artifacts/renamed.npua", others[2].read_bytes())
         out.writestr("README", "not an entry")
     text = said(call(other, "import", str(archive)))
     assert text.count("is left out") == 2
     assert "took over 2 entries" in text
     assert contents(other).keys() == {good.name, others[2].name}
+
+
+def test_an_archive_with_a_name_that_leads_outside_is_refused(
+    call: Cli, folder: Path, tmp_path: Path
+) -> None:
+    archive, other = tmp_path / "cache.zip", tmp_path / "other"
+    with zipfile.ZipFile(archive, "w") as out:
+        for name in ("artifacts/good.npua", "artifacts/../../outside.npua"):
+            out.writestr(name, files(folder)[0].read_bytes())
+    assert "leads out of it" in complaint(call(other, "import", str(archive)))
+    assert not other.exists()
     assert not (tmp_path / "outside.npua").exists()
 
 
