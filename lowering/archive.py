@@ -62,6 +62,10 @@ class Archive:
         """Return the names of the members, in their order."""
         return list(self._members)
 
+    def size(self, name: str) -> int:
+        """Return how large a member is declared to be; `read` gives no more."""
+        return self._members[name].file_size
+
     def read(self, name: str) -> bytes:
         """Return a member's content, which is of the size that the directory declares.
 

@@ -6,13 +6,13 @@ bytes of constants are in. It is the program's part of a cache key, and needs no
 
 from __future__ import annotations
 
-import hashlib
 import re
 from typing import Any
 
 import torch
 from torch import fx
 
+from lowering.digest import tensor_digest
 from lowering.dtypes import dtype_name
 
 _SYMBOL = re.compile(r"\b[a-z]+\d+\b")
@@ -81,9 +81,8 @@ def _text(value: Any, names: dict[fx.Node, str], symbols: _Symbols) -> str:
 
 
 def _constant_text(tensor: torch.Tensor) -> str:
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     sizes = ",".join(map(str, tensor.shape))
-    return f"{dtype_name(tensor.dtype)}[{sizes}] {hashlib.sha256(data).hexdigest()}"
+    return f"{dtype_name(tensor.dtype)}[{sizes}] {tensor_digest(tensor)}"
 
 
 def _target_name(target: Any) -> str:

@@ -60,22 +60,27 @@ class HostOp:
 
 
 class UnsupportedOpError(NpuIreeError):
-    """The graph holds ops that the target cannot run and `fallback="error"` forbids the host.
+    """The graph holds ops that the target cannot run, and the host is not allowed to.
 
     Attributes:
         target: name of the target.
         ops: every such op of the graph, not only the first.
     """
 
-    def __init__(self, target: str, ops: Sequence[HostOp]) -> None:
+    def __init__(
+        self,
+        target: str,
+        ops: Sequence[HostOp],
+        why: str = 'fallback="error" forbids the host',
+        hint: str = 'allow the host with options={"fallback": "host"}',
+    ) -> None:
         self.target = target
         self.ops = tuple(ops)
         lines = "\n".join(f"  {i + 1}. {op}" for i, op in enumerate(self.ops))
         count = len(self.ops)
         super().__init__(
             f"target {target!r} cannot run {count} op{'s' * (count != 1)} of this graph, and "
-            f'fallback="error" keeps {"them" if count != 1 else "it"} off the host:\n{lines}\n'
-            'Rewrite these lines, or allow the host with options={"fallback": "host"}.'
+            f"{why}:\n{lines}\nRewrite these lines, or {hint}."
         )
 
 
@@ -102,3 +107,9 @@ class StageError(NpuIreeError):
             else "Set NPU_IREE_DUMP=<folder> and run again to get a folder that repeats it."
         )
         super().__init__(f"stage {stage} failed: {self.diagnostics}\n{hint}")
+
+    @property
+    def summary(self) -> str:
+        """The stage and the first line of what the compiler said."""
+        lines = self.diagnostics.splitlines() or ["no reason given"]
+        return f"stage {self.stage}: {lines[0][:300]}"

@@ -1,4 +1,4 @@
-"""The second door: an `ExportedProgram` of torch.export to a region of its own, whole, and its call.
+"""The second door: an `ExportedProgram` of torch.export, as one region and what its calls are.
 
 Everything runs on the device, or the export is refused with a list of what cannot.
 """
@@ -6,7 +6,7 @@ Everything runs on the device, or the export is refused with a list of what cann
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,8 @@ from lowering.nodes import is_number
 from lowering.region import Region, extract_region, tensor_spec, value_spec
 from lowering.segments import DEVICE, Segment
 
+# Asserts what the export saw of dtypes and devices; each call is checked against that anyway.
+_CHECKED_AT_THE_CALL = torch.ops.aten._assert_tensor_metadata.default
 _WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER)
 _RESULTS = (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
 _WRITES = (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION)
@@ -101,6 +103,7 @@ class Export:
             takes=tuple(sources[n] for n in region.inputs),
             outputs=tuple(outputs),
             out_tree=_tree_text(tree.out_spec, "results"),
+            symbols=self.symbols,
             writes=tuple(writes),
             ops=tuple((op, str(line)) for op, line in region.ops),
         )
@@ -110,7 +113,11 @@ class Export:
     ) -> tuple[list[Source], list[tuple[Source, Source]]]:
         """Return where the results come from, and what is written where."""
         targets = {
-            **{n.name: Source("argument", s.index) for n, s in known.items() if s.kind == "argument"},
+            **{
+                n.name: Source("argument", s.index)
+                for n, s in known.items()
+                if s.kind == "argument"
+            },
             **{name: Source("state", name=name) for name in self.states.values()},
         }
         outputs, writes = [], []
@@ -124,13 +131,17 @@ class Export:
         return outputs, writes
 
 
-def capture_export(name: str, program: ExportedProgram, table: DecompositionTable) -> Export:
+def capture_export(
+    name: str, program: ExportedProgram, table: DecompositionTable, written: Collection[str]
+) -> Export:
     """Take an exported program.
 
     Args:
         name: what its entry point is to be called.
         program: what `torch.export.export` made.
         table: the decompositions.
+        written: buffers that a call of this or of another entry point writes to
+            (`written_buffers`): they are arguments and results of each call.
 
     Raises:
         ExportError: it has inputs or results of a kind that no artifact can hold.
@@ -139,7 +150,6 @@ def capture_export(name: str, program: ExportedProgram, table: DecompositionTabl
     graph_module = program.graph_module
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     specs = program.graph_signature.input_specs
-    written = _written(name, program)
     parameters: dict[fx.Node, str] = {}
     states: dict[fx.Node, str] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -166,7 +176,11 @@ def capture_export(name: str, program: ExportedProgram, table: DecompositionTabl
         elif spec.kind in (*_WEIGHTS, InputKind.CONSTANT_TENSOR):
             _inline(graph_module, node, _value(program, target))
         else:
-            raise ExportError(f"{name}: input {node.name} is a {spec.kind.name}, which no artifact holds")
+            raise ExportError(
+                f"{name}: input {node.name} is a {spec.kind.name}, which no artifact holds"
+            )
+    for node in graph_module.graph.find_nodes(op="call_function", target=_CHECKED_AT_THE_CALL):
+        graph_module.graph.erase_node(node)
     constants = normalize(graph_module)
     captured = CapturedGraph(
         graph_module,
@@ -186,8 +200,12 @@ def capture_export(name: str, program: ExportedProgram, table: DecompositionTabl
     )
 
 
-def _written(name: str, program: ExportedProgram) -> set[str]:
-    """Return the names of the buffers that a call writes to."""
+def written_buffers(name: str, program: ExportedProgram) -> frozenset[str]:
+    """Return the names of the buffers that a call writes to.
+
+    Raises:
+        ExportError: it writes to something else, or gives gradients.
+    """
     found = set()
     for spec in program.graph_signature.output_specs:
         if spec.kind not in (*_RESULTS, *_WRITES):
@@ -196,7 +214,7 @@ def _written(name: str, program: ExportedProgram) -> set[str]:
             )
         if spec.kind is OutputKind.BUFFER_MUTATION:
             found.add(str(spec.target))
-    return found
+    return frozenset(found)
 
 
 def _value(program: ExportedProgram, name: str) -> torch.Tensor:
@@ -255,7 +273,7 @@ def _source(value: object, known: Mapping[fx.Node, Source]) -> Source:
     size = value.meta.get("val")
     if is_number(size):
         return Source("size", name=str(size))
-    return Source("parameter", name=value.name)
+    raise ExportError(f"result {value.name} is a constant of the model, which no artifact returns")
 
 
 def _argument_names(program: ExportedProgram) -> list[str]:
@@ -281,5 +299,3 @@ def _limits(limits: Any) -> tuple[int, int | None]:
     is_finite = getattr(most, "is_finite", True) and getattr(most, "is_Integer", True)
     high = int(most) if is_finite else None
     return max(0, int(limits.lower)), high if high is None or high < 2**62 else None
-
-

@@ -87,7 +87,7 @@ class Healer:
             found = diagnose(segment.nodes, error, trials.attempt)
             denials = []
             for node, failure in found.blamed.items():
-                healed.failed[node] = _reason(failure)
+                healed.failed[node] = failure.summary
                 if node.target is not operator.getitem:
                     denials.append(self._deny(node, failure, trials))
         self._builder.counts["healed_ops"] += len(denials)
@@ -115,7 +115,7 @@ class Healer:
             program=program,
             op=str(node.target),
             target=self._builder.target.name,
-            reason=_reason(error),
+            reason=error.summary,
             where=str(user_line(node)),
             repro=str(trials.keep(node, program) or ""),
         )
@@ -127,14 +127,14 @@ class Healer:
             "%s is compiled in %d parts: as one the compiler refused it (%s)",
             segment.name,
             len(parts),
-            _reason(error),
+            error.summary,
         )
         return Denial(
             program=self._program(segment.nodes),
             op="",
             parts=tuple(map(len, parts)),
             target=self._builder.target.name,
-            reason=_reason(error),
+            reason=error.summary,
         )
 
 
@@ -175,8 +175,3 @@ def _with_parts(node: fx.Node) -> list[fx.Node]:
 def _split(nodes: Sequence[fx.Node], sizes: Sequence[int]) -> list[Sequence[fx.Node]]:
     ends = list(itertools.accumulate(sizes))
     return [nodes[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-
-
-def _reason(error: StageError) -> str:
-    lines = error.diagnostics.splitlines() or ["no reason given"]
-    return f"stage {error.stage}: {lines[0][:300]}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from lowering.canonical import canonical_text
+from lowering.digest import text_digest
 from lowering.program import Program
 from lowering.target import CompileTarget, FlagSet
 
@@ -32,7 +32,7 @@ class CacheKey:
     def digest(self) -> str:
         """The name of the entry: SHA-256 of the parts, in hexadecimal."""
         text = json.dumps(dict(sorted(self.parts.items())))
-        return hashlib.sha256(text.encode()).hexdigest()
+        return text_digest(text)
 
     def differences(self, other: Mapping[str, str]) -> list[str]:
         """Name the parts in which another key differs."""
@@ -57,7 +57,7 @@ def program_key(program: Program, target: CompileTarget, flags: FlagSet = ()) ->
     is_for_this_cpu = any("target-cpu=host" in flag for flags in flag_sets for flag in flags)
     return CacheKey(
         {
-            "program": _digest("\n".join(texts)),
+            "program": text_digest("\n".join(texts)),
             "parameters": json.dumps(program.parameters),
             "rebind": json.dumps(program.rebind),
             "flags": json.dumps(flag_sets),
@@ -72,7 +72,7 @@ def program_key(program: Program, target: CompileTarget, flags: FlagSet = ()) ->
 def compiler_build() -> dict[str, str]:
     """Return what compiles: versions of the packages, and a digest of our own lowering."""
     sources = sorted(Path(__file__).parent.rglob("*.py"))
-    ours = _digest("".join(path.read_text() for path in sources))
+    ours = text_digest("".join(path.read_text() for path in sources))
     return {**{name: metadata.version(name) for name in PACKAGES}, "lowering": ours}
 
 
@@ -85,8 +85,6 @@ def host_cpu() -> str:
         return platform.processor() or platform.machine()
     table = dict(reversed([line.partition("\t: ")[::2] for line in lines if "\t: " in line]))
     cells = {name.strip(): value for name, value in table.items()}
-    return f"{cells.get('model name', platform.machine())} {_digest(cells.get('flags', ''))[:16]}"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    return (
+        f"{cells.get('model name', platform.machine())} {text_digest(cells.get('flags', ''))[:16]}"
+    )

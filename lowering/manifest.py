@@ -1,4 +1,4 @@
-"""What an offline artifact says of itself: plain data, written as JSON inside the .vmfb; stdlib only.
+"""What an offline artifact says of itself: plain data, as JSON inside the .vmfb; stdlib only.
 
 A .vmfb of IREE's is also a zip file; the manifest is one more member of it, so that the file stays
 one that stock IREE tools run and any zip tool opens. FORMAT says which fields there are; another
@@ -72,6 +72,7 @@ class Call:
         takes: where each argument of the function comes from: an argument or a state.
         outputs: where each leaf of the result comes from.
         out_tree: the structure of the result.
+        symbols: symbolic size -> its least and largest value (None: no limit).
         writes: what the call changes: (argument or state, the result it is set to).
         ops: what is computed: op names and the user's lines.
     """
@@ -83,6 +84,7 @@ class Call:
     takes: tuple[Source, ...]
     outputs: tuple[Source, ...]
     out_tree: str
+    symbols: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
     writes: tuple[tuple[Source, Source], ...] = ()
     ops: tuple[tuple[str, str], ...] = ()
 
@@ -117,7 +119,6 @@ class Manifest:
 
     Attributes:
         entries: the entry points, by name.
-        symbols: symbolic size -> its least and largest value (None: no limit).
         parameters: what is bound at load, or was compiled in.
         states: names of those parameters that calls change; they start as the file has them.
         parameter_file: name of the file beside the artifact that holds the parameters; empty if
@@ -134,7 +135,6 @@ class Manifest:
     """
 
     entries: Mapping[str, Call]
-    symbols: Mapping[str, tuple[int, int | None]]
     parameters: tuple[Parameter, ...]
     states: tuple[str, ...]
     parameter_file: str
@@ -188,9 +188,7 @@ class _Row:
             raise ValueError(f"{self.place} has no {name}")
         value = self.values[name]
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ValueError(
-                f"{self.place}: {name} is no {kind.__name__} but {_short(value)}"
-            )
+            raise ValueError(f"{self.place}: {name} is no {kind.__name__} but {_short(value)}")
         return value
 
     def rows(self, name: str) -> list[_Row]:
@@ -212,7 +210,6 @@ def _manifest(row: _Row) -> Manifest:
     entries = {name: _call(row.row("entries").row(name)) for name in row.take("entries", dict)}
     return Manifest(
         entries=entries,
-        symbols={name: _range(row, name) for name in row.take("symbols", dict)},
         parameters=tuple(map(_parameter, row.rows("parameters"))),
         states=row.items("states", str),
         parameter_file=row.take("parameter_file", str),
@@ -241,6 +238,7 @@ def _call(row: _Row) -> Call:
         takes=tuple(_source(r) for r in row.rows("takes")),
         outputs=tuple(_source(r) for r in row.rows("outputs")),
         out_tree=row.take("out_tree", str),
+        symbols={name: _range(row, name) for name in row.take("symbols", dict)},
         writes=_pairs(row, "writes", _source_at),
         ops=_pairs(row, "ops", _text_at),
     )
@@ -249,9 +247,7 @@ def _call(row: _Row) -> Call:
 def _argument(row: _Row) -> Argument:
     spec = row.values.get("spec")
     value = _constant(row)
-    return Argument(
-        row.take("name", str), None if spec is None else _spec(row.row("spec")), value
-    )
+    return Argument(row.take("name", str), None if spec is None else _spec(row.row("spec")), value)
 
 
 def _spec(row: _Row) -> TensorSpec | ScalarSpec:
@@ -259,7 +255,8 @@ def _spec(row: _Row) -> TensorSpec | ScalarSpec:
 
 
 def _tensor(row: _Row) -> TensorSpec:
-    shape, order = row.items("shape", (int, str)), row.items("order", int)  # type: ignore[arg-type]
+    order = row.items("order", int)
+    shape: tuple[int | str, ...] = row.items("shape", (int, str))  # type: ignore[arg-type]
     if sorted(order) != list(range(len(shape))):
         raise ValueError(f"{row.place}: order {list(order)} is none of {len(shape)} dimensions")
     return TensorSpec(row.take("dtype", str), shape, order)

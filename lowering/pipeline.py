@@ -112,6 +112,26 @@ def compile_program(
     raise StageError(LINALG_TO_FLOW.name, f"target {target.name!r} lists no flag sets")
 
 
+def stop_after(
+    stage: str, program: Program, target: CompileTarget, toolchain: Toolchain = Toolchain()
+) -> bytes:
+    """Lower a program with the first flag set as far as one stage; return its product.
+
+    Raises:
+        StageError: a stage failed.
+        ValueError: there is no such stage.
+    """
+    names = [s.name for s in STAGES]
+    if stage not in names:
+        raise ValueError(f"no stage {stage!r}; there are: {', '.join(names)}")
+    flags = target.flag_sets_for(program.has_convolution, toolchain.flags)[0]
+    options = CompileOptions(flags=flags, parameters=program.parameters, rebind=program.rebind)
+    value: Any = program.graphs
+    for step in STAGES[: names.index(stage) + 1]:
+        value = run_stage(step, value, options, toolchain)
+    return value if isinstance(value, bytes) else bytes(value.encode())
+
+
 def compile_source(source: str, options: CompileOptions) -> bytes:
     """Compile again from the torch dialect, in this process.
 

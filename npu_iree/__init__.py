@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 # name -> module; loaded at first use: `import npu_iree` loads no compiler and opens nothing.
 _PUBLIC = {
     "ArtifactError": "npu_iree.errors",
+    "ArgumentError": "npu_iree.errors",
     "CompileTarget": "lowering.target",
     "Device": "npu_iree.device",
     "DeviceArray": "npu_iree.array",
@@ -28,8 +29,10 @@ _PUBLIC = {
     "VersionError": "npu_iree.errors",
     "copy_budget": "npu_iree.transfers",
     "explain": "npu_iree.explain",
+    "load": "npu_iree.offline.load",
     "open_device": "npu_iree.device",
     "record_transfers": "npu_iree.transfers",
+    "save_parameters": "npu_iree.offline.parameters",
     "targets": "npu_iree.targets",
 }
 __all__ = sorted(_PUBLIC)

@@ -15,6 +15,7 @@ from lowering.errors import (
 )
 
 __all__ = [
+    "ArgumentError",
     "ArtifactError",
     "CapabilityError",
     "DeviceError",
@@ -24,6 +25,7 @@ __all__ = [
     "InternalError",
     "NpuIreeError",
     "OptionError",
+    "SourceError",
     "StageError",
     "TargetError",
     "UnsupportedOpError",
@@ -41,6 +43,14 @@ class TargetError(NpuIreeError):
 
 class VersionError(NpuIreeError):
     """Another version of torch, torch-mlir or IREE is installed than the set that was verified."""
+
+
+class ArgumentError(NpuIreeError, ValueError):
+    """An argument of a loaded artifact is not what it was compiled for; nothing has run."""
+
+
+class SourceError(NpuIreeError):
+    """What was given to be compiled is not there, or cannot be exported."""
 
 
 class HostCopyError(NpuIreeError):

@@ -85,16 +85,19 @@ class Function:
 
     Attributes:
         work: what a call is, for whoever sees it fail.
+        declaration: how the module itself declares it.
     """
 
     def __init__(self, executable: Executable, name: str) -> None:
         entry = executable.artifact.entries[name]
         ops = tuple(f"{op} at {line}" if line else op for op, line in entry.ops)
+        function = executable._module.lookup_function(name)
         called = executable.artifact.name if name == ENTRY else name
         self.work = Work(called, ops)
+        self.declaration: str = function.reflection.get("iree.abi.declaration", "")
         self._executable = executable
         self._device = executable._device
-        self._function = executable._module.lookup_function(name)
+        self._function = function
         self._outputs = [(DTYPES[s.dtype], _static(s)) for s in entry.signature.outputs]
 
     def __call__(self, *args: DeviceArray | int | float | bool) -> list[DeviceArray]:

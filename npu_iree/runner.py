@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,16 +12,14 @@ from torch import fx
 from lowering.abi import ENTRY
 from lowering.host import extract_host
 from lowering.plan import Free, Gather, Host, Invoke, Plan, Put, Scalar, Step, Value
-from lowering.region import inverse
 from lowering.signature import TensorSpec
 from lowering.source import user_line
 from npu_iree.array import DeviceArray
-from npu_iree.device import Device, dense_copy, why_not_in_place
+from npu_iree.border import Crossing, fetch, put_in_place
+from npu_iree.device import Device
 from npu_iree.errors import DeviceError, InternalError
 from npu_iree.executable import Executable
-from npu_iree.frozen import frozen, is_lazy_copy, overlapping
 from npu_iree.timeline import wait_all
-from npu_iree.transfers import Transfer, is_watched, record
 from npu_iree.weights import Weights
 
 
@@ -41,17 +38,6 @@ class _Environment(NamedTuple):
 
 
 _RunStep = Callable[[_Environment], None]
-
-
-@dataclass(frozen=True)
-class _Crossing:
-    """What the runner knows of a value that crosses the border."""
-
-    name: str
-    index: int
-    order: tuple[int, ...]
-    back: tuple[int, ...] | None  # the permutation from the stored order, if it is not the same
-    where: str
 
 
 class Runner:
@@ -76,7 +62,7 @@ class Runner:
         self.executables = executables
         self._device = device
         self._index = {name: i for i, name in enumerate(_names(plan))}
-        self._crossings = {c.name: c for c in self._find_crossings()}
+        self._crossings = self._find_crossings()
         self._steps = [self._prepare(step) for step in plan.steps]
         self._constants = [(self._index[n], constants[n]) for n in plan.constants]
         self._weights = Weights(plan, device, executables, constants)
@@ -113,28 +99,24 @@ class Runner:
             raise
         return [host[i] if i >= 0 else constant for i, constant in self._results]
 
-    def _find_crossings(self) -> Sequence[_Crossing]:
-        found = []
+    def _find_crossings(self) -> dict[str, Crossing]:
+        found = {}
         for region in self.plan.regions.values():
             nodes = (*region.inputs, *region.outputs)
             specs = (*region.signature.inputs, *region.signature.outputs)
             for node, spec in zip(nodes, specs, strict=True):
                 if isinstance(spec, TensorSpec):
-                    back = None if spec.is_contiguous else inverse(spec.order)
-                    where = user_line(node).where
-                    found.append(
-                        _Crossing(node.name, self._index[node.name], spec.order, back, where)
-                    )
+                    found[node.name] = Crossing.of(node.name, spec.order, user_line(node).where)
         return found
 
     def _prepare(self, step: Step) -> _RunStep:
         match step:
             case Put(values):
-                return self._put_step([self._crossings[v] for v in values])
+                return self._put_step(values)
             case Invoke(region, inputs, outputs):
                 return self._invoke_step(region, inputs, outputs)
             case Gather(values, reader):
-                return self._gather_step([self._crossings[v] for v in values], reader)
+                return self._gather_step(values, reader)
             case Host(segment, inputs, outputs):
                 return self._host_step(segment, inputs, outputs)
             case Scalar(output, _):
@@ -142,39 +124,17 @@ class Runner:
             case Free(values):
                 return self._free_step([self._index[v] for v in values])
 
-    def _put_step(self, crossings: Sequence[_Crossing]) -> _RunStep:
-        put = self._put
+    def _put_step(self, values: Sequence[str]) -> _RunStep:
+        device = self._device
+        crossings = [(self._index[v], self._crossings[v]) for v in values]
 
         def run(environment: _Environment) -> None:
             host, handles, imported = environment
-            for crossing in crossings:
-                if handles[crossing.index] is None:
-                    handles[crossing.index] = put(host[crossing.index], crossing, imported)
+            for i, crossing in crossings:
+                if handles[i] is None:
+                    handles[i] = put_in_place(device, host[i], crossing, imported)
 
         return run
-
-    def _put(
-        self, tensor: torch.Tensor, crossing: _Crossing, imported: list[torch.Tensor]
-    ) -> DeviceArray:
-        device = self._device
-        if tensor.requires_grad:
-            tensor = tensor.detach()
-        stored = tensor if crossing.back is None else tensor.permute(crossing.order)
-        problem = why_not_in_place(stored, device.target.alignment_bytes)
-        if is_watched():
-            mode = "staged" if problem else device.crossing_mode
-            record(
-                Transfer(
-                    "h2d", mode, tensor.nbytes, crossing.name, "the device", crossing.where, problem
-                )
-            )
-        if problem:
-            stored = dense_copy(stored)
-        elif is_lazy_copy(stored):
-            stored = frozen(stored)
-        imported.append(stored)
-        view, ready = device.memory.put(stored, device.start_point(), crossing.name)
-        return DeviceArray(device, view, tuple(stored.shape), stored.dtype, ready)
 
     def _invoke_step(self, region: str, inputs: Sequence[str], outputs: Sequence[str]) -> _RunStep:
         function = self.executables[region].functions[ENTRY]
@@ -193,51 +153,19 @@ class Runner:
 
         return run
 
-    def _gather_step(self, crossings: Sequence[_Crossing], reader: str) -> _RunStep:
+    def _gather_step(self, values: Sequence[str], reader: str) -> _RunStep:
         device = self._device
+        crossings = [self._crossings[v] for v in values]
+        indices = [self._index[v] for v in values]
 
         def run(environment: _Environment) -> None:
             host, handles, imported = environment
-            arrays: list[Any] = [handles[c.index] for c in crossings]
-            if is_watched():
-                self._record_gather(crossings, arrays, reader)
-            tensors = device.fetch(arrays)
-            if device.target.memory == "unified":
-                self._separate(tensors, imported, crossings, reader)
-            for crossing, tensor in zip(crossings, tensors, strict=True):
-                back = crossing.back
-                host[crossing.index] = tensor if back is None else tensor.permute(back)
+            arrays: list[Any] = [handles[i] for i in indices]
+            tensors = fetch(device, arrays, crossings, reader, imported)
+            for i, tensor in zip(indices, tensors, strict=True):
+                host[i] = tensor
 
         return run
-
-    def _separate(
-        self,
-        tensors: list[torch.Tensor],
-        imported: list[torch.Tensor],
-        crossings: Sequence[_Crossing],
-        reader: str,
-    ) -> None:
-        """Copy what came back in memory of an argument or of another result.
-
-        The compiler hands the same buffer out twice where values are equal (`x + 0`, `y.clone()`);
-        in eager they are two tensors.
-        """
-        for i in overlapping(tensors, imported):
-            if is_watched():
-                reason = "its memory is also that of an argument or another result"
-                name, where = crossings[i].name, crossings[i].where
-                record(Transfer("d2h", "staged", tensors[i].nbytes, name, reader, where, reason))
-            tensors[i] = tensors[i].clone()
-        imported += tensors
-
-    def _record_gather(
-        self, crossings: Sequence[_Crossing], arrays: Sequence[DeviceArray], reader: str
-    ) -> None:
-        mode = self._device.crossing_mode
-        for crossing, array in zip(crossings, arrays, strict=True):
-            record(Transfer("d2h", mode, array.nbytes, crossing.name, reader, crossing.where))
-        names = ", ".join(c.name for c in crossings)
-        record(Transfer("wait", "wait", 0, names, reader))
 
     def _host_step(self, segment: str, inputs: Sequence[str], outputs: Sequence[str]) -> _RunStep:
         function = extract_host(self.plan.host_segments[segment]).forward
@@ -288,7 +216,7 @@ class Runner:
             wait_all([h.ready for h in handles if h is not None])
 
 
-def _shape_only(array: DeviceArray | None, crossing: _Crossing | None) -> torch.Tensor:
+def _shape_only(array: DeviceArray | None, crossing: Crossing | None) -> torch.Tensor:
     """Return a tensor without bytes in the shape of a handle, for `sym_size`."""
     assert array is not None
     tensor = torch.empty(array.shape, dtype=array.dtype, device="meta")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from models.zoo import ZOO, ZooModel, flatten
-from tolerances import largest_difference
+from npu_iree.tolerances import largest_difference
 
 LIMIT = 1e-4
 

@@ -1,0 +1,182 @@
+"""Compile exported programs into one module that runs without PyTorch's compiler."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+
+from lowering.bisect import diagnose
+from lowering.build import Builder
+from lowering.capabilities import Capabilities
+from lowering.decompositions import decomposition_table
+from lowering.digest import tensor_digest
+from lowering.dtypes import dtype_name
+from lowering.errors import StageError, UnsupportedOpError
+from lowering.export import Export, ExportError, capture_export, written_buffers
+from lowering.heal import Healer
+from lowering.key import compiler_build
+from lowering.manifest import Manifest, Parameter
+from lowering.nodes import is_scalar
+from lowering.partition import why_host
+from lowering.program import Program
+
+
+@dataclass(frozen=True)
+class OfflineProgram:
+    """What exported programs were compiled into.
+
+    Attributes:
+        module: the .vmfb, without the manifest.
+        manifest: what it says of itself.
+        tensors: the parameters and states by name, as they were exported.
+    """
+
+    module: bytes
+    manifest: Manifest
+    tensors: Mapping[str, torch.Tensor]
+
+
+def capture_exports(
+    programs: Mapping[str, ExportedProgram], keep_ops: frozenset[str] = frozenset()
+) -> list[Export]:
+    """Capture programs that share their parameters by name.
+
+    Args:
+        programs: by the name of their entry point.
+        keep_ops: ops that are not decomposed.
+
+    Raises:
+        ExportError: they cannot be held by one artifact; says why.
+    """
+    table = decomposition_table(keep_ops)
+    written = frozenset().union(*(written_buffers(n, p) for n, p in programs.items()))
+    exports = [capture_export(n, p, table, written) for n, p in programs.items()]
+    _shared_tensors(exports)
+    return exports
+
+
+def check_exports(exports: Sequence[Export], target: str, capabilities: Capabilities) -> None:
+    """Check that the target runs every op.
+
+    Raises:
+        UnsupportedOpError: it does not; lists all that it cannot run.
+    """
+    ops = []
+    for export in exports:
+        nodes = [n for n in export.captured.nodes if not is_scalar(n)]
+        ops += list(why_host(nodes, capabilities).values())
+    if ops:
+        raise UnsupportedOpError(target, ops, *_NO_HOST)
+
+
+def compile_exports(
+    exports: Sequence[Export], builder: Builder, *, driver: str, parameter_file: str = ""
+) -> OfflineProgram:
+    """Compile captured programs into one module.
+
+    Args:
+        exports: the programs; `check_exports` has passed them.
+        builder: gets the module, from its cache or its stages.
+        driver: the IREE driver that runs it.
+        parameter_file: name of the file that will hold the parameters beside the artifact; empty
+            if the builder's flags compile them in.
+
+    Raises:
+        UnsupportedOpError: the compiler refused some ops; lists them.
+        StageError: it refused the program, but none of its ops alone.
+    """
+    regions = {export.name: export.region() for export in exports}
+    try:
+        entry = builder.program(Program("+".join(regions), regions))
+    except StageError as error:
+        _blame(exports, builder, error)
+        raise
+    tensors = _shared_tensors(exports)
+    manifest = Manifest(
+        entries={e.name: e.call(regions[e.name]) for e in exports},
+        parameters=_parameters(exports, tensors),
+        states=tuple(sorted({name for e in exports for name in e.states.values()})),
+        parameter_file=parameter_file,
+        target=builder.target.name,
+        driver=driver,
+        cpu_features=entry.cpu_features,
+        flags=entry.flags,
+        versions=compiler_build(),
+    )
+    return OfflineProgram(entry.vmfb, manifest, tensors)
+
+
+def _blame(exports: Sequence[Export], builder: Builder, error: StageError) -> None:
+    """Find out which ops the compiler refuses, and raise an error that lists them, if any."""
+    ops = []
+    for export in exports:
+        blamed = _refused(export, builder)
+        nodes = [n for n in export.captured.nodes if n in blamed]
+        ops += list(why_host(nodes, _ANYTHING, failed=blamed).values())
+    if ops:
+        raise UnsupportedOpError(builder.target.name, ops, *_NO_HOST) from error
+
+
+def _refused(export: Export, builder: Builder) -> dict[fx.Node, str]:
+    healer = Healer(builder, None, export.captured)
+    with tempfile.TemporaryDirectory(prefix="npu-iree-") as scratch:
+
+        def attempt(nodes: Sequence[fx.Node]) -> StageError | None:
+            return builder.attempt(healer.region(nodes), Path(scratch))
+
+        nodes = export.segment.nodes
+        error = attempt(nodes)
+        blamed = diagnose(nodes, error, attempt).blamed if error is not None else {}
+    return {node: f"the compiler refuses it: {e.summary}" for node, e in blamed.items()}
+
+
+def _shared_tensors(exports: Sequence[Export]) -> dict[str, torch.Tensor]:
+    """Put together the tensors of all entry points.
+
+    Raises:
+        ExportError: two of them have different values under one name.
+    """
+    shared: dict[str, torch.Tensor] = {}
+    for export in exports:
+        for name, tensor in export.tensors.items():
+            known = shared.setdefault(name, tensor)
+            if known is not tensor and not _is_equal(known, tensor):
+                raise ExportError(
+                    f"parameter {name} is another tensor in entry point {export.name!r} than in "
+                    "the ones before it; entry points of one artifact share their parameters"
+                )
+    return shared
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same_kind = one.dtype == other.dtype and one.shape == other.shape
+    return same_kind and (one.data_ptr() == other.data_ptr() or torch.equal(one, other))
+
+
+def _parameters(
+    exports: Sequence[Export], tensors: Mapping[str, torch.Tensor]
+) -> tuple[Parameter, ...]:
+    aliases = {name: other for export in exports for name, other in export.aliases.items()}
+    return tuple(
+        Parameter(
+            name=name,
+            dtype=dtype_name(tensor.dtype),
+            shape=tuple(tensor.shape),
+            sha256=tensor_digest(tensor),
+            aliases=aliases.get(name, ()),
+        )
+        for name, tensor in sorted(tensors.items())
+    )
+
+
+_NO_HOST = (
+    "an artifact has no host to run them on",
+    "make a bundle, which has one: npu-iree compile --host-ops allow --bundle",
+)
+_ANYTHING = Capabilities("", {}, {}, ())

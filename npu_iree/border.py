@@ -1,0 +1,117 @@
+"""The border of a call: host tensors go in by alias or copy, results come back behind one wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lowering.region import inverse
+from npu_iree.array import DeviceArray
+from npu_iree.device import Device, dense_copy, why_not_in_place
+from npu_iree.frozen import frozen, is_lazy_copy, overlapping
+from npu_iree.transfers import Transfer, is_watched, record
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """What is known of a value that crosses.
+
+    Attributes:
+        name: of the value.
+        order: its dimensions from the slowest to the fastest in the device's memory.
+        back: the permutation from there, if it is not the order of the dimensions.
+        where: the user's line that made it, if known.
+    """
+
+    name: str
+    order: tuple[int, ...]
+    back: tuple[int, ...] | None
+    where: str = ""
+
+    @classmethod
+    def of(cls, name: str, order: tuple[int, ...], where: str = "") -> Crossing:
+        """Make one from the memory order."""
+        is_natural = order == tuple(range(len(order)))
+        return cls(name, order, None if is_natural else inverse(order), where)
+
+
+def put_in_place(
+    device: Device, tensor: torch.Tensor, crossing: Crossing, imported: list[torch.Tensor]
+) -> DeviceArray:
+    """Give the device a tensor, in place if its memory allows; the caller waits before it returns.
+
+    Args:
+        device: where to.
+        tensor: a CPU tensor; nobody writes to it until the work that reads it has ended.
+        crossing: what is known of it.
+        imported: takes the host memory that the device was given.
+    """
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    stored = tensor if crossing.back is None else tensor.permute(crossing.order)
+    problem = why_not_in_place(stored, device.target.alignment_bytes)
+    if is_watched():
+        mode = "staged" if problem else device.crossing_mode
+        name, where = crossing.name, crossing.where
+        record(Transfer("h2d", mode, tensor.nbytes, name, "the device", where, problem))
+    if problem:
+        stored = dense_copy(stored)
+    elif is_lazy_copy(stored):
+        stored = frozen(stored)
+    imported.append(stored)
+    view, ready = device.memory.put(stored, device.start_point(), crossing.name)
+    return DeviceArray(device, view, tuple(stored.shape), stored.dtype, ready)
+
+
+def fetch(
+    device: Device,
+    arrays: Sequence[DeviceArray],
+    crossings: Sequence[Crossing],
+    reader: str,
+    imported: list[torch.Tensor],
+) -> list[torch.Tensor]:
+    """Bring handles to the host in one batch, behind one wait.
+
+    Args:
+        device: where from.
+        arrays: the handles.
+        crossings: what is known of each.
+        reader: who needs them.
+        imported: host memory that the device was given, or gave, in this call.
+
+    Raises:
+        DeviceError: the work that makes one of them failed.
+        HostCopyError: a `copy_budget` forbids it.
+    """
+    if is_watched():
+        for crossing, array in zip(crossings, arrays, strict=True):
+            mode, name, where = device.crossing_mode, crossing.name, crossing.where
+            record(Transfer("d2h", mode, array.nbytes, name, reader, where))
+        record(Transfer("wait", "wait", 0, ", ".join(c.name for c in crossings), reader))
+    tensors = device.fetch(arrays)
+    if device.target.memory == "unified":
+        _separate(tensors, imported, crossings, reader)
+    pairs = zip(tensors, crossings, strict=True)
+    return [t if c.back is None else t.permute(c.back) for t, c in pairs]
+
+
+def _separate(
+    tensors: list[torch.Tensor],
+    imported: list[torch.Tensor],
+    crossings: Sequence[Crossing],
+    reader: str,
+) -> None:
+    """Copy what came back in memory of an argument or of another result.
+
+    The compiler hands the same buffer out twice where values are equal (`x + 0`, `y.clone()`); in
+    eager they are two tensors.
+    """
+    for i in overlapping(tensors, imported):
+        if is_watched():
+            reason = "its memory is also that of an argument or another result"
+            name, where = crossings[i].name, crossings[i].where
+            record(Transfer("d2h", "staged", tensors[i].nbytes, name, reader, where, reason))
+        tensors[i] = tensors[i].clone()
+    imported += tensors

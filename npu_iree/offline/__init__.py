@@ -1,0 +1,1 @@
+"""Artifacts: compiled ahead, shipped, loaded and called where no compiler is installed."""

@@ -1,0 +1,66 @@
+"""Arguments of a call, by position or by name, checked against what was compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lowering.dtypes import DTYPES, dtype_name
+from lowering.manifest import Argument
+from lowering.region import inverse
+from lowering.signature import ScalarSpec
+from npu_iree.array import DeviceArray
+from npu_iree.errors import ArgumentError
+from npu_iree.offline.sizes import match_shape
+
+_NUMBERS: dict[str, type] = {"i64": int, "f64": float, "i1": bool}
+
+
+def by_name(
+    entry: str, names: Sequence[str], count: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Put arguments where they were at the export, whether given by position or by name."""
+    if len(args) > len(names):
+        raise ArgumentError(
+            f"{entry} takes {len(names)} arguments, not {len(args)}: {', '.join(names)}"
+        )
+    given = dict(zip(names, args, strict=False))
+    if twice := given.keys() & kwargs.keys():
+        raise ArgumentError(f"{entry}: {', '.join(sorted(twice))} is given twice")
+    given |= kwargs
+    missing, extra = [n for n in names if n not in given], [n for n in given if n not in names]
+    if missing or extra:
+        what = [f"missing {', '.join(missing)}"] if missing else []
+        what += [f"no argument {', '.join(extra)}"] if extra else []
+        raise ArgumentError(f"{entry}: {'; '.join(what)}. It takes {', '.join(names)}")
+    return tuple(given[n] for n in names[:count]), {n: given[n] for n in names[count:]}
+
+
+def check_argument(argument: Argument, value: Any, sizes: dict[str, int]) -> None:
+    """Raise ValueError if a value is not what an argument was compiled for."""
+    spec, name = argument.spec, argument.name
+    if spec is None:
+        if value != argument.value or type(value) is not type(argument.value):
+            raise ValueError(
+                f"{name} was compiled in as {argument.value!r}, and cannot be {value!r}"
+            )
+        return
+    if isinstance(spec, ScalarSpec):
+        kind = _NUMBERS[spec.dtype]
+        if type(value) is not kind:
+            raise ValueError(f"{name} is {kind.__name__}, not {type(value).__name__}")
+        return
+    if not isinstance(value, (torch.Tensor, DeviceArray)):
+        raise ValueError(f"{name} is a tensor, not {type(value).__name__}")
+    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        raise ValueError(f"{name} is on {value.device}; give a CPU tensor or a handle")
+    if value.dtype != DTYPES[spec.dtype]:
+        raise ValueError(f"{name} is {dtype_name(value.dtype)}, and was compiled for {spec.dtype}")
+    shape = tuple(value.shape)
+    if isinstance(value, DeviceArray) and not spec.is_contiguous:  # a handle has the stored order
+        shape = (
+            tuple(shape[d] for d in inverse(spec.order)) if len(shape) == len(spec.order) else shape
+        )
+    match_shape(name, shape, spec.shape, sizes)

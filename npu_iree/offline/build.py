@@ -1,0 +1,161 @@
+"""Write an artifact: exported programs in, a `.vmfb` with its manifest and parameters out."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from torch.export import ExportedProgram
+
+from lowering.cache import write_atomically
+from lowering.compiler import Compiler
+from lowering.errors import ArtifactError
+from lowering.manifest import Manifest
+from lowering.offline import OfflineProgram, capture_exports, check_exports, compile_exports
+from lowering.pipeline import stop_after
+from lowering.program import Program
+from lowering.vmfb import pack
+from npu_iree.backend import compiler_for
+from npu_iree.offline.parameters import save_parameters
+from npu_iree.options import Options
+from npu_iree.versions import check_versions
+
+ParameterStore = Literal["irpa", "safetensors", "embed"]
+_HOST_CPU = "--iree-llvmcpu-target-cpu=host"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """How to compile an artifact.
+
+    Attributes:
+        target: name of an installed target; its device need not be here.
+        cpu: for a target of CPU code: LLVM's name of the CPU to compile for, e.g. `x86-64-v3`; by
+            default this machine's.
+        flags: more flags for `iree-compile`.
+        params: where the parameters go: a `.irpa` or `.safetensors` file beside the artifact, or
+            `embed`, into it.
+        source: what is compiled, for the manifest.
+    """
+
+    target: str = "npu-local"
+    cpu: str | None = None
+    flags: tuple[str, ...] = ()
+    params: ParameterStore = "irpa"
+    source: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def compiler(self) -> Compiler:
+        """What compiles under these options."""
+        options = Options.parse({"target": self.target, "flags": self.flags})
+        compiler = compiler_for(options)
+        if self.cpu is None:
+            return compiler
+        target = compiler.builder.target
+        if not any(_HOST_CPU in flags for flags in target.flag_sets):
+            raise ArtifactError(self.target, "it is no target of CPU code, so it has no --cpu")
+        wanted = _HOST_CPU.replace("host", self.cpu)
+        flag_sets = tuple(
+            tuple(wanted if flag == _HOST_CPU else flag for flag in flags)
+            for flags in target.flag_sets
+        )
+        builder = replace(compiler.builder, target=replace(target, flag_sets=flag_sets))
+        return replace(compiler, builder=builder)
+
+    @property
+    def driver(self) -> str:
+        """The IREE driver of the target."""
+        return Options.parse({"target": self.target}).target_value.driver
+
+
+def write_artifact(
+    programs: Mapping[str, ExportedProgram],
+    path: str | os.PathLike[str],
+    options: BuildOptions = BuildOptions(),
+) -> Manifest:
+    """Compile exported programs into one artifact that `npu_iree.load` loads.
+
+    Args:
+        programs: by the name of their entry point; parameters of one name are shared.
+        path: where to write it, `model.vmfb`; split parameters go to `model.irpa` or
+            `model.safetensors` beside it. Nothing is there unless all of it is.
+        options: how.
+
+    Returns:
+        What the artifact says of itself.
+
+    Raises:
+        ExportError: the programs cannot be one artifact.
+        UnsupportedOpError: the target cannot run some ops; lists them all.
+        StageError: the compiler refused the program.
+        ArtifactError: nothing can be written there.
+    """
+    check_versions("torch", "torch-mlir", "iree-base-compiler", "iree-base-runtime")
+    path, compiler = Path(path), options.compiler
+    exports = capture_exports(programs, compiler.builder.target.keep_ops)
+    check_exports(exports, options.target, compiler.capabilities)
+    tensors = {name: t for export in exports for name, t in export.tensors.items()}
+    beside = path.with_suffix(f".{options.params}")
+    if options.params == "embed" and tensors:
+        with tempfile.TemporaryDirectory(prefix="npu-iree-") as scratch:
+            file = Path(scratch) / "parameters.irpa"
+            save_parameters(tensors, file)
+            builder = replace(compiler.builder, cache=None)  # a key holds no weights
+            flags = (*builder.toolchain.flags, *_import_flags(file))
+            builder = replace(builder, toolchain=replace(builder.toolchain, flags=flags))
+            made = compile_exports(exports, builder, driver=options.driver)
+            made = _without_flags(made, _import_flags(file))
+    else:
+        name = beside.name if tensors else ""
+        made = compile_exports(
+            exports, compiler.builder, driver=options.driver, parameter_file=name
+        )
+        if tensors:
+            save_parameters(made.tensors, beside)
+    manifest = replace(made.manifest, source=dict(options.source))
+    try:
+        write_atomically(path, pack(made.module, manifest))
+    except OSError as error:
+        raise ArtifactError(path, f"it cannot be written: {error}") from error
+    return manifest
+
+
+def write_stage(
+    programs: Mapping[str, ExportedProgram],
+    path: str | os.PathLike[str],
+    stage: str,
+    options: BuildOptions = BuildOptions(),
+) -> None:
+    """Lower exported programs only as far as one stage, and write its product.
+
+    Raises:
+        ExportError, UnsupportedOpError, StageError, ArtifactError: as `write_artifact`.
+    """
+    compiler = options.compiler
+    exports = capture_exports(programs, compiler.builder.target.keep_ops)
+    check_exports(exports, options.target, compiler.capabilities)
+    regions = {export.name: export.region() for export in exports}
+    builder = compiler.builder
+    product = stop_after(stage, Program("main", regions), builder.target, builder.toolchain)
+    try:
+        write_atomically(Path(path), product)
+    except OSError as error:
+        raise ArtifactError(Path(path), f"it cannot be written: {error}") from error
+
+
+def _import_flags(file: Path) -> Sequence[str]:
+    """Have IREE read parameters at compile time. Source: `iree-compile --help`."""
+    return (
+        f"--iree-parameter-import=model={file}",
+        "--iree-parameter-import-maximum-size=1099511627776",
+    )
+
+
+def _without_flags(made: OfflineProgram, flags: Sequence[str]) -> OfflineProgram:
+    """Leave out of a manifest what named a file that is gone."""
+    kept = tuple(flag for flag in made.manifest.flags if flag not in flags)
+    return replace(made, manifest=replace(made.manifest, flags=kept))

@@ -1,0 +1,53 @@
+"""What a manifest says of functions, against what the module itself declares of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from lowering.manifest import Manifest
+from lowering.signature import ScalarSpec, TensorSpec
+from npu_iree.executable import Executable
+
+_TENSOR = re.compile(r"tensor<((?:[^<>]|<[^<>]*>)*)>")
+# How IREE declares an element type, where it is not our name.
+_DECLARED = {"u8": "ui8", "bool": "i1", "c64": "complex<f32>", "c128": "complex<f64>"}
+
+
+def check_declarations(executable: Executable, manifest: Manifest) -> None:
+    """Compare what the manifest says of each function with what the module itself declares.
+
+    Raises:
+        ValueError: they differ: the manifest is not that of this module.
+    """
+    for name, call in manifest.entries.items():
+        declared = executable.functions[name].declaration
+        inputs, _, outputs = declared.partition(" -> ")
+        if not declared:
+            continue
+        _compare(name, "takes", _tensors(call.function.inputs), _TENSOR.findall(inputs))
+        found = _TENSOR.findall(outputs)
+        _compare(
+            name, "gives", _tensors(call.function.outputs), found[: len(call.function.outputs)]
+        )
+
+
+def _tensors(specs: Sequence[TensorSpec | ScalarSpec]) -> list[TensorSpec]:
+    return [s for s in specs if isinstance(s, TensorSpec)]
+
+
+def _compare(name: str, verb: str, specs: Sequence[TensorSpec], declared: Sequence[str]) -> None:
+    wanted = [_declared(spec) for spec in specs]
+    if wanted != [_plain(text) for text in declared]:
+        found, said = ", ".join(declared), ", ".join(wanted)
+        raise ValueError(f"its manifest lies about {name}, which {verb} ({found}), not ({said})")
+
+
+def _declared(spec: TensorSpec) -> str:
+    sizes = [spec.shape[d] for d in spec.order]
+    dims = [str(s) if isinstance(s, int) else "?" for s in sizes]
+    return "x".join([*dims, _DECLARED.get(spec.dtype, spec.dtype)])
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\bsi(\d+)", r"i\1", text)

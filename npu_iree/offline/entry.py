@@ -1,0 +1,205 @@
+"""An entry point of a loaded artifact, called like the model that was exported."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lowering.manifest import Call, Source
+from lowering.signature import TensorSpec
+from npu_iree.array import DeviceArray
+from npu_iree.border import Crossing, fetch, put_in_place
+from npu_iree.device import Device
+from npu_iree.errors import ArgumentError
+from npu_iree.executable import Executable
+from npu_iree.offline.arguments import by_name, check_argument
+from npu_iree.offline.sizes import check_ranges, evaluate
+from npu_iree.offline.trees import read_tree
+
+
+class LoadedEntry:
+    """An entry point of a loaded artifact, called like the model that was exported.
+
+    Attributes:
+        name: its name.
+        call: what it takes and gives.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        call: Call,
+        executable: Executable,
+        device: Device,
+        parameters: Mapping[str, torch.Tensor],
+        states: dict[str, Any],
+        lock: threading.Lock,
+    ) -> None:
+        self.name, self.call = name, call
+        self._function = executable.functions[name]
+        self._device = device
+        self._parameters = parameters
+        self._states = states
+        self._lock = lock
+        self._in_tree, self._out_tree = read_tree(call.in_tree), read_tree(call.out_tree)
+        self._crossings = [
+            Crossing.of(f"result {i}", s.order) for i, s in enumerate(call.function.outputs)
+        ]
+        read = [*call.outputs, *(s for target, s in call.writes if target.kind == "argument")]
+        self._fetched = sorted({s.index for s in read if s.kind == "result"})
+        self._check()
+
+    def _check(self) -> None:
+        """Check that the parts of the manifest are of one another."""
+        limits = {"argument": len(self.call.arguments), "result": len(self.call.function.outputs)}
+        writes = [source for pair in self.call.writes for source in pair]
+        for source in (*self.call.takes, *self.call.outputs, *writes):
+            if not 0 <= source.index < limits.get(source.kind, 1) and source.kind in limits:
+                raise ValueError(f"{self.name}: there is no {source.kind} {source.index}")
+            names = {"state": self._states, "parameter": self._parameters}.get(source.kind)
+            if names is not None and source.name not in names:
+                raise ValueError(f"{self.name}: there is no {source.kind} {source.name!r}")
+        if len(self.call.takes) != len(self.call.function.inputs):
+            raise ValueError(f"{self.name}: takes and inputs do not match")
+        if len(self._in_tree.children) != 2 or self._in_tree.leaves != len(self.call.arguments):
+            raise ValueError(f"{self.name}: in_tree and arguments do not match")
+        if self._out_tree.leaves != len(self.call.outputs):
+            raise ValueError(f"{self.name}: out_tree and outputs do not match")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it, wait, and return the result in the model's own structure, as CPU tensors.
+
+        Args:
+            args, kwargs: as the model takes them: CPU tensors, or handles of this device.
+
+        Raises:
+            ArgumentError: an argument is missing, extra, or of another dtype or shape than was
+                compiled for; nothing has run.
+            DeviceError: the work failed.
+        """
+        leaves = self._leaves(args, kwargs)
+        sizes = self._checked(leaves)
+        imported: list[torch.Tensor] = []
+        with self._turn():
+            results: list[Any] = self._run(leaves, imported, in_place=True)
+            arrays = [results[i] for i in self._fetched]
+            crossings = [self._crossings[i] for i in self._fetched]
+            tensors = fetch(self._device, arrays, crossings, "the caller", imported)
+            self._advance(results)
+        for i, tensor in zip(self._fetched, tensors, strict=True):
+            results[i] = tensor
+        for target, source in self.call.writes:
+            if target.kind == "argument":
+                leaves[target.index].copy_(results[source.index])
+        return self._result(results, leaves, sizes)
+
+    def submit(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it without waiting: results are handles (`DeviceArray`), in the model's structure.
+
+        Tensors are copied before this returns; handles are passed on as they are.
+
+        Raises:
+            ArgumentError: as `__call__`; also, if it writes to an argument.
+        """
+        if any(target.kind == "argument" for target, _ in self.call.writes):
+            raise ArgumentError(f"{self.name} writes to an argument, so somebody has to wait")
+        leaves = self._leaves(args, kwargs)
+        sizes = self._checked(leaves)
+        with self._turn():
+            results = self._run(leaves, [], in_place=False)
+            self._advance(results)
+        return self._result(results, leaves, sizes)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Let calls that read and write states run one after the other."""
+        if not any(source.kind == "state" for source in self.call.takes):
+            yield
+            return
+        with self._lock:
+            yield
+
+    def _advance(self, results: Sequence[DeviceArray]) -> None:
+        """Let the states be what a call has made of them."""
+        for target, source in self.call.writes:
+            if target.kind == "state":
+                self._states[target.name] = results[source.index]
+
+    def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Flatten the arguments in the order compiled for; they may be named or not."""
+        names, count = self.call.names, len(self._in_tree.children[0].children)
+        if names:
+            args, kwargs = by_name(self.name, names, count, args, kwargs)
+        try:
+            return list(self._in_tree.flatten((tuple(args), dict(kwargs))))
+        except TypeError as error:
+            raise ArgumentError(f"{self.name}: {error}") from error
+
+    def _run(
+        self, leaves: Sequence[Any], imported: list[torch.Tensor], *, in_place: bool
+    ) -> list[DeviceArray]:
+        args = []
+        for source, spec in zip(self.call.takes, self.call.function.inputs, strict=True):
+            is_state = source.kind == "state"
+            value = self._states[source.name] if is_state else leaves[source.index]
+            if isinstance(value, torch.Tensor) and isinstance(spec, TensorSpec):
+                name = source.name or self.call.arguments[source.index].name
+                value = self._put(
+                    value, Crossing.of(name, spec.order), imported, in_place and not is_state
+                )
+            args.append(value)
+        return self._function(*args)
+
+    def _put(
+        self, tensor: torch.Tensor, crossing: Crossing, imported: list[torch.Tensor], in_place: bool
+    ) -> DeviceArray:
+        if in_place:
+            return put_in_place(self._device, tensor, crossing, imported)
+        return self._device.put(tensor.detach().permute(crossing.order))
+
+    def _checked(self, leaves: Sequence[Any]) -> dict[str, int]:
+        """Check the arguments against what was compiled for; return the symbolic sizes."""
+        sizes: dict[str, int] = {}
+        try:
+            for argument, value in zip(self.call.arguments, leaves, strict=True):
+                check_argument(argument, value, sizes)
+            check_ranges(sizes, self.call.symbols)
+        except ValueError as error:
+            raise ArgumentError(f"{self.name}: {error}") from error
+        for argument, value in zip(self.call.arguments, leaves, strict=True):
+            if isinstance(value, DeviceArray) and value.device is not self._device:
+                raise ArgumentError(
+                    f"{self.name}: {argument.name} is on {value.device}, not on {self._device}"
+                )
+        return sizes
+
+    def _result(
+        self, results: Sequence[Any], leaves: Sequence[Any], sizes: Mapping[str, int]
+    ) -> Any:
+        return self._out_tree.unflatten(
+            iter([self._output(source, results, leaves, sizes) for source in self.call.outputs])
+        )
+
+    def _output(
+        self,
+        source: Source,
+        results: Sequence[Any],
+        leaves: Sequence[Any],
+        sizes: Mapping[str, int],
+    ) -> Any:
+        match source.kind:
+            case "result":
+                return results[source.index]
+            case "argument":
+                return leaves[source.index]
+            case "parameter":
+                return self._parameters[source.name]
+            case "state":
+                return self._states[source.name]
+            case "size":
+                return evaluate(source.name, sizes)
+        return source.value

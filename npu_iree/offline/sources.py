@@ -1,0 +1,199 @@
+"""What `npu-iree compile` takes: `.pt2` files, and functions that return a model and its inputs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+
+from lowering.digest import text_digest
+from npu_iree.errors import SourceError
+
+_DYNAMIC = re.compile(r"(?P<input>\w+):(?P<dim>\d+)(=(?P<low>\d+)\.\.(?P<high>\d*))?")
+_FUNCTION = re.compile(r"(?P<module>.+):(?P<function>\w+)")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A model and the arguments it is exported, or checked, with.
+
+    Attributes:
+        model: the module.
+        args: positional arguments.
+        kwargs: keyword arguments.
+    """
+
+    model: torch.nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def load_programs(source: str, dynamic: list[str]) -> dict[str, ExportedProgram]:
+    """Export what a source names.
+
+    Args:
+        source: `file.pt2`, `package.module:function` or `file.py:function`, with `entry=` before
+            it to name its entry point (`main` if not).
+        dynamic: `input:dim`, `input:dim=min..max`: sizes that may change, of a function's model.
+
+    Returns:
+        The exported programs by the name of their entry point.
+
+    Raises:
+        SourceError: there is no such thing, or it cannot be exported.
+    """
+    name, _, rest = source.partition("=")
+    entry, place = (name, rest) if rest and name.isidentifier() else ("main", source)
+    if place.endswith(".pt2"):
+        if dynamic:
+            raise SourceError(
+                f"{place} is exported already: its sizes are what they are (--dynamic)"
+            )
+        return {entry: _read_pt2(Path(place))}
+    examples = load_examples(source)
+    return {name: _export(name, example, dynamic) for name, example in examples.items()}
+
+
+def load_examples(source: str) -> dict[str, Example]:
+    """Get the models and arguments that a source names, by their entry points.
+
+    Raises:
+        SourceError: there is no such thing, or it returns something else.
+    """
+    name, _, rest = source.partition("=")
+    entry, place = (name, rest) if rest and name.isidentifier() else ("main", source)
+    if place.endswith(".pt2"):
+        program = _read_pt2(Path(place))
+        args, kwargs = program.example_inputs or ((), {})
+        return {entry: Example(program.module(), tuple(args), dict(kwargs))}
+    made = _function(place)()
+    if isinstance(made, Mapping):
+        return {str(name): _example(place, pair) for name, pair in made.items()}
+    return {entry: _example(place, made)}
+
+
+def source_record(sources: list[str]) -> dict[str, str]:
+    """Return what an artifact says of its sources: their names, and the SHA-256 of the files."""
+    record = {"sources": " ".join(sources)}
+    for source in sources:
+        path = Path(re.sub(r"^\w+=", "", source).partition(":")[0])
+        if path.is_file():
+            record[f"sha256 of {path.name}"] = text_digest(path.read_bytes().hex())
+    return record
+
+
+def _read_pt2(path: Path) -> ExportedProgram:
+    if not path.is_file():
+        raise SourceError(f"there is no file {path}")
+    try:
+        return torch.export.load(path)
+    except Exception as error:  # whatever torch.export makes of bytes that are not its own
+        raise SourceError(f"{path} is no exported program: {_first_line(error)}") from error
+
+
+def _function(place: str) -> Callable[[], Any]:
+    match = _FUNCTION.fullmatch(place)
+    if match is None:
+        raise SourceError(
+            f"{place!r} is no source: give file.pt2, package.module:function, file.py:function, or "
+            "an IR file of a stage"
+        )
+    module, name = match["module"], match["function"]
+    try:
+        loaded = (
+            _import_file(Path(module))
+            if module.endswith(".py")
+            else importlib.import_module(module)
+        )
+    except ImportError as error:
+        raise SourceError(f"cannot import {module}: {error}") from error
+    found = getattr(loaded, name, None)
+    if not callable(found):
+        raise SourceError(f"{module} has no function {name!r}")
+    function: Callable[[], Any] = found
+    return function
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        raise SourceError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise SourceError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _example(place: str, made: Any) -> Example:
+    match made:
+        case (torch.nn.Module() as model, Mapping() as kwargs):
+            return Example(model, (), dict(kwargs))
+        case (torch.nn.Module() as model, (tuple() as args, Mapping() as kwargs)):
+            return Example(model, args, dict(kwargs))
+        case (torch.nn.Module() as model, torch.Tensor() as tensor):
+            return Example(model, (tensor,))
+        case (torch.nn.Module() as model, (tuple() | list()) as args):
+            return Example(model, tuple(args))
+    raise SourceError(
+        f"{place} returns {type(made).__name__}; it is to return (model, example inputs), where "
+        "the inputs are a tuple, a dict or (tuple, dict); or a dict of such pairs by entry point"
+    )
+
+
+def _export(entry: str, example: Example, dynamic: list[str]) -> ExportedProgram:
+    try:
+        with torch.no_grad():
+            return torch.export.export(
+                example.model,
+                example.args,
+                example.kwargs,
+                dynamic_shapes=_dynamic_shapes(example, dynamic),
+            )
+    except SourceError:
+        raise
+    except Exception as error:  # whatever the user's model and torch.export say of each other
+        raise SourceError(f"torch.export cannot export {entry!r}: {_first_line(error)}") from error
+
+
+def _dynamic_shapes(example: Example, dynamic: list[str]) -> dict[str, Any] | None:
+    """Write `--dynamic` as torch.export wants it; which sizes are equal it finds out itself."""
+    if not dynamic:
+        return None
+    names = _argument_names(example)
+    shapes: dict[str, Any] = dict.fromkeys(names)
+    for text in dynamic:
+        match = _DYNAMIC.fullmatch(text)
+        if match is None:
+            raise SourceError(f"--dynamic is input:dim or input:dim=min..max, not {text!r}")
+        if match["input"] not in shapes:
+            raise SourceError(f"--dynamic {text}: there are the inputs {', '.join(names)}")
+        low, high = match["low"], match["high"]
+        hint = Dim.DYNAMIC(min=int(low) if low else None, max=int(high) if high else None)
+        shapes[match["input"]] = {**(shapes[match["input"]] or {}), int(match["dim"]): hint}
+    return shapes
+
+
+def _argument_names(example: Example) -> list[str]:
+    signature = inspect.signature(example.model.forward)
+    bound = signature.bind(*example.args, **example.kwargs)
+    names: list[str] = []
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        names += list(value) if kind is inspect.Parameter.VAR_KEYWORD else [name]
+    return names
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
