@@ -12,8 +12,8 @@ import hashlib
 import json
 import logging
 import os
+import secrets
 import shutil
-import tempfile
 import threading
 import time
 import zlib
@@ -238,7 +238,8 @@ def write_atomically(path: Path, data: bytes) -> None:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    name = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}"
+    handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)

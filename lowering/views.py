@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch._prims_common import infer_size
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._python_dispatch import _disable_current_modes
 
 Size: TypeAlias = Any  # int or SymInt
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
@@ -22,9 +23,16 @@ def view(tensor: torch.Tensor, size: Sequence[Size]) -> Any:
 
     Before: %1 = aten.view(%0, [s0*s1, 8, 8])                      with %0 of [s0, s1, 64]
     After:  %1 = prims.collapse(%0, 0, 1); %2 = aten.view(%1, [s0*s1, 8, 8])
+
+    An exported graph may hold views of what another decomposition has laid out in another way than
+    the kernel did when it was exported; these become views of a copy.
     """
     if all(isinstance(s, int) for s in (*tensor.shape, *size)):
-        return _UNCHANGED
+        return (
+            torch.ops.aten.view.default(_dense(tensor), size)
+            if _copies(tensor, size)
+            else _UNCHANGED
+        )
     groups = shared_factors(tensor.shape, infer_size(tuple(size), tensor.numel()))
     if groups is None or all(count == 1 for count, _ in groups):
         return _UNCHANGED  # nothing is merged
@@ -35,6 +43,23 @@ def view(tensor: torch.Tensor, size: Sequence[Size]) -> Any:
     if collapsed.dim() == len(size):
         return collapsed
     return torch.ops.aten.view.default(collapsed, [s for _, sizes in groups for s in sizes])
+
+
+def _copies(tensor: torch.Tensor, size: Sequence[int]) -> bool:
+    """Say whether a tensor has no view of this size."""
+    if tensor.is_contiguous():
+        return False
+    with _disable_current_modes():
+        try:
+            torch.empty_strided(tensor.shape, tensor.stride(), device="meta").view(list(size))
+        except (RuntimeError, ValueError):
+            return True
+    return False
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    copy: torch.Tensor = torch.ops.aten.clone.default(tensor, memory_format=torch.contiguous_format)
+    return copy
 
 
 def shared_factors(old: Sequence[Size], new: Sequence[Size]) -> list[tuple[int, list[Size]]] | None:
