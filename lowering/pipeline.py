@@ -165,6 +165,7 @@ def run_stage(
     """
     if dump is not None:
         _write_repro(dump, stage, options)
+    log.debug("stage %s", stage.name)
     started = time.perf_counter()
     if toolchain.cancelled.is_set():
         raise CancelledError

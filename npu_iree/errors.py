@@ -29,6 +29,7 @@ __all__ = [
     "StageError",
     "TargetError",
     "UnsupportedOpError",
+    "VerificationError",
     "VersionError",
 ]
 
@@ -39,6 +40,10 @@ class OptionError(NpuIreeError, ValueError):
 
 class TargetError(NpuIreeError):
     """There is no such target, or its device cannot be opened here."""
+
+
+class VerificationError(NpuIreeError):
+    """An artifact does not give eager's numbers."""
 
 
 class VersionError(NpuIreeError):

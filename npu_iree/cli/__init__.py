@@ -8,11 +8,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from npu_iree import settings
-from npu_iree.cli import cache
+from npu_iree.cli import artifacts, cache
+from npu_iree.cli.compile import compile_command
+from npu_iree.cli.exits import exit_code
 from npu_iree.errors import NpuIreeError
 from npu_iree.targets import targets
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+app = typer.Typer(no_args_is_help=True, help=__doc__)
+app.command("compile")(compile_command)
+app.command("run")(artifacts.run_command)
+app.command("inspect")(artifacts.inspect_command)
+app.command("bench")(artifacts.bench_command)
 app.add_typer(cache.app, name="cache")
 console = Console()
 
@@ -54,4 +60,4 @@ def main() -> None:
         Console(stderr=True).print(
             "[bold red]error:[/]", escape(str(error)), highlight=False, soft_wrap=True
         )
-        raise SystemExit(1) from error
+        raise SystemExit(exit_code(error)) from error

@@ -81,7 +81,10 @@ class LoadedEntry:
                 compiled for; nothing has run.
             DeviceError: the work failed.
         """
-        leaves = self._leaves(args, kwargs)
+        return self._out_tree.unflatten(iter(self.call_flat(self._leaves(args, kwargs))))
+
+    def call_flat(self, leaves: Sequence[Any]) -> list[Any]:
+        """Do what a call does, with the leaves of the arguments, for the leaves of the result."""
         sizes = self._checked(leaves)
         imported: list[torch.Tensor] = []
         with self._turn():
@@ -95,7 +98,7 @@ class LoadedEntry:
         for target, source in self.call.writes:
             if target.kind == "argument":
                 leaves[target.index].copy_(results[source.index])
-        return self._result(results, leaves, sizes)
+        return self._outputs(results, leaves, sizes)
 
     def submit(self, *args: Any, **kwargs: Any) -> Any:
         """Run it without waiting: results are handles (`DeviceArray`), in the model's structure.
@@ -105,14 +108,17 @@ class LoadedEntry:
         Raises:
             ArgumentError: as `__call__`; also, if it writes to an argument.
         """
+        return self._out_tree.unflatten(iter(self.submit_flat(self._leaves(args, kwargs))))
+
+    def submit_flat(self, leaves: Sequence[Any]) -> list[Any]:
+        """Do what `submit` does, with the leaves of the arguments, for the leaves of the result."""
         if any(target.kind == "argument" for target, _ in self.call.writes):
             raise ArgumentError(f"{self.name} writes to an argument, so somebody has to wait")
-        leaves = self._leaves(args, kwargs)
         sizes = self._checked(leaves)
         with self._turn():
             results = self._run(leaves, [], in_place=False)
             self._advance(results)
-        return self._result(results, leaves, sizes)
+        return self._outputs(results, leaves, sizes)
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
@@ -177,12 +183,10 @@ class LoadedEntry:
                 )
         return sizes
 
-    def _result(
+    def _outputs(
         self, results: Sequence[Any], leaves: Sequence[Any], sizes: Mapping[str, int]
-    ) -> Any:
-        return self._out_tree.unflatten(
-            iter([self._output(source, results, leaves, sizes) for source in self.call.outputs])
-        )
+    ) -> list[Any]:
+        return [self._output(source, results, leaves, sizes) for source in self.call.outputs]
 
     def _output(
         self,

@@ -123,11 +123,11 @@ class LoadedProgram:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the entry point, if there is one only; see `LoadedEntry.__call__`."""
-        return self._only()(*args, **kwargs)
+        return self.only()(*args, **kwargs)
 
     def submit(self, *args: Any, **kwargs: Any) -> Any:
         """Call the entry point without waiting, if there is one only; see `LoadedEntry.submit`."""
-        return self._only().submit(*args, **kwargs)
+        return self.only().submit(*args, **kwargs)
 
     def __getitem__(self, name: str) -> LoadedEntry:
         if name not in self.entries:
@@ -141,7 +141,12 @@ class LoadedProgram:
         found: LoadedEntry = entries[name]
         return found
 
-    def _only(self) -> LoadedEntry:
+    def only(self) -> LoadedEntry:
+        """Return the entry point, if there is one only.
+
+        Raises:
+            ArgumentError: there are several.
+        """
         if len(self.entries) > 1:
             raise ArgumentError(
                 f"{self.path} has several entry points ({self._names()}); call one by its name"

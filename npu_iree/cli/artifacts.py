@@ -1,0 +1,309 @@
+"""`npu-iree run`, `inspect` and `bench`: artifacts on the command line, with no compiler."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import time
+from collections import deque
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from lowering.dtypes import DTYPES
+from lowering.manifest import Argument, Call, Manifest
+from lowering.signature import ScalarSpec
+from lowering.vmfb import unpack
+from npu_iree.array import DeviceArray
+from npu_iree.cli.exits import as_json, exit_code
+from npu_iree.errors import ArgumentError, NpuIreeError, OptionError
+from npu_iree.offline.entry import LoadedEntry
+from npu_iree.offline.load import load
+
+console = Console()
+
+Artifact = Annotated[Path, typer.Argument(help="what npu-iree compile wrote")]
+Inputs = Annotated[
+    list[str],
+    typer.Option(
+        "--input",
+        metavar="NAME=FILE.npy|@rand|NUMBER",
+        help="an input, by name; @rand: drawn from a fixed seed",
+    ),
+]
+Entry = Annotated[str | None, typer.Option(help="the entry point, if there are several")]
+Target = Annotated[str | None, typer.Option(help="run on another target with the same driver")]
+Params = Annotated[Path | None, typer.Option(help="another .safetensors or .irpa file to bind")]
+Sizes = Annotated[
+    list[str], typer.Option("--size", metavar="SYMBOL=N", help="a dynamic size, for @rand")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print it as JSON")]
+NONE: list[str] = []
+
+
+def run_command(
+    artifact: Artifact,
+    inputs: Inputs = NONE,
+    entry: Entry = None,
+    target: Target = None,
+    params: Params = None,
+    sizes: Sizes = NONE,
+    output: Annotated[
+        Path | None, typer.Option(help="folder for one .npy a result, or a file.npz")
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="how many times to call it")] = 1,
+    as_json_: AsJson = False,
+) -> None:
+    """Run an artifact on inputs from files, and write or show its results."""
+    function = _function(artifact, entry, target, params)
+    arguments = _arguments(function, inputs, sizes)
+    times = []
+    for _ in range(repeat):
+        started = time.perf_counter()
+        results = function.call_flat(arguments)
+        times.append(time.perf_counter() - started)
+    tensors = {f"output{i}": r for i, r in enumerate(results) if isinstance(r, torch.Tensor)}
+    if output is not None:
+        _write(output, tensors)
+    rows: list[dict[str, Any]] = [
+        {"name": n, "shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
+        for n, t in tensors.items()
+    ]
+    if as_json_:
+        median = statistics.median(times) * 1e3
+        console.print_json(json.dumps({"outputs": rows, "milliseconds": median}))
+        return
+    table = Table("result", "shape", "dtype", "least", "largest")
+    for row, tensor in zip(rows, tensors.values(), strict=True):
+        table.add_row(row["name"], str(row["shape"]), row["dtype"], *_extent(tensor))
+    console.print(table)
+    console.print(f"{statistics.median(times) * 1e3:.3f} ms a call (median of {repeat})")
+
+
+def inspect_command(artifact: Artifact, as_json_: AsJson = False) -> None:
+    """Show what an artifact is: signature, sizes, dispatches, parameters, where it came from."""
+    try:
+        manifest, module = unpack(artifact)
+        facts = {**_facts(artifact, manifest), "dispatches": _dispatches(module)}
+    except NpuIreeError as error:
+        if not as_json_:
+            raise
+        console.print_json(json.dumps(as_json(error)))
+        raise SystemExit(exit_code(error)) from error
+    if as_json_:
+        console.print_json(json.dumps({**facts, "manifest": json.loads(manifest.to_json())}))
+        return
+    for name, call in manifest.entries.items():
+        console.print(_signature(name, call))
+    table = Table("what", "value", show_header=False)
+    for what, value in facts.items():
+        table.add_row(what, escape(str(value)))
+    console.print(table)
+
+
+def bench_command(
+    artifact: Artifact,
+    inputs: Inputs = NONE,
+    entry: Entry = None,
+    target: Target = None,
+    params: Params = None,
+    sizes: Sizes = NONE,
+    calls: Annotated[int, typer.Option(min=1, help="how many calls are timed")] = 100,
+    in_flight: Annotated[
+        int, typer.Option(min=1, help="calls under way at a time, for the throughput")
+    ] = 4,
+    as_json_: AsJson = False,
+) -> None:
+    """Time an artifact: latency of a call, and throughput with several calls in flight."""
+    function = _function(artifact, entry, target, params)
+    arguments = _arguments(function, inputs, sizes, drawn=True)
+    for _ in range(max(2, calls // 10)):
+        function.call_flat(arguments)
+    times = sorted(_timed(function, arguments) for _ in range(calls))
+    figures: dict[str, Any] = {
+        "calls": calls,
+        "latency_ms": {
+            f"p{p}": times[min(calls - 1, calls * p // 100)] * 1e3 for p in (50, 90, 99)
+        },
+        "in_flight": in_flight,
+        "calls_per_second": _throughput(function, arguments, calls, in_flight),
+    }
+    if as_json_:
+        console.print_json(json.dumps(figures))
+        return
+    table = Table("figure", "value")
+    for name, value in figures["latency_ms"].items():
+        table.add_row(f"latency {name}", f"{value:.3f} ms")
+    table.add_row(
+        f"throughput, {in_flight} in flight", f"{figures['calls_per_second']:.1f} calls/s"
+    )
+    console.print(table)
+
+
+def _function(
+    artifact: Path, entry: str | None, target: str | None, params: Path | None
+) -> LoadedEntry:
+    program = load(artifact, target, params=params)
+    return program[entry] if entry is not None else program.only()
+
+
+def _arguments(
+    function: LoadedEntry, inputs: list[str], sizes: list[str], *, drawn: bool = False
+) -> list[Any]:
+    """Make the leaves of a call from `name=value` texts; `drawn`: what is not given is drawn."""
+    given: dict[str, str] = dict(_pair(text, "--input") for text in inputs)
+    known = {name: _int(text, name) for name, text in (_pair(t, "--size") for t in sizes)}
+    names = [a.name for a in function.call.arguments]
+    if unknown := [n for n in given if n not in names]:
+        raise ArgumentError(f"no input {', '.join(unknown)}; there are {', '.join(names)}")
+    missing = [
+        a.name for a in function.call.arguments if a.spec is not None and a.name not in given
+    ]
+    if missing and not drawn:
+        raise ArgumentError(
+            f"missing: {', '.join(f'--input {n}=...' for n in missing)} (a .npy file, or @rand)"
+        )
+    generator = torch.Generator().manual_seed(0)
+    return [
+        _value(a, given.get(a.name, "@rand"), function.call, known, generator)
+        for a in function.call.arguments
+    ]
+
+
+def _value(
+    argument: Argument, text: str, call: Call, sizes: dict[str, int], generator: torch.Generator
+) -> Any:
+    spec = argument.spec
+    if spec is None:
+        return argument.value
+    if isinstance(spec, ScalarSpec):
+        return _int(text, argument.name) if spec.dtype == "i64" else float(text)
+    if text != "@rand":
+        return _read(argument.name, Path(text.removeprefix("@")))
+    shape = [size if isinstance(size, int) else _size(size, call, sizes) for size in spec.shape]
+    dtype = DTYPES[spec.dtype]
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+
+
+def _size(symbol: str, call: Call, sizes: dict[str, int]) -> int:
+    if symbol in sizes:
+        return sizes[symbol]
+    low, high = call.symbols.get(symbol, (1, None))
+    chosen = max(low, 16) if high is None else min(max(low, 16), high)
+    if not symbol.isidentifier():
+        raise OptionError(f"give the dynamic size {symbol} by a file, not by @rand")
+    return chosen
+
+
+def _read(name: str, path: Path) -> torch.Tensor:
+    try:
+        return torch.from_numpy(np.load(path, allow_pickle=False))
+    except (OSError, ValueError, TypeError) as error:
+        raise ArgumentError(f"cannot read input {name} from {path}: {error}") from error
+
+
+def _write(output: Path, tensors: dict[str, torch.Tensor]) -> None:
+    arrays = {name: _array(tensor) for name, tensor in tensors.items()}
+    try:
+        if output.suffix == ".npz":
+            output.parent.mkdir(parents=True, exist_ok=True)
+            np.savez(output, **arrays)
+            return
+        output.mkdir(parents=True, exist_ok=True)
+        for name, array in arrays.items():
+            np.save(output / f"{name}.npy", array)
+    except OSError as error:
+        raise NpuIreeError(f"cannot write to {output}: {error}") from error
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    """Return a tensor for NumPy, which has no bfloat16: as float32 then."""
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
+def _extent(tensor: torch.Tensor) -> tuple[str, str]:
+    if tensor.numel() == 0 or tensor.dtype.is_complex:
+        return "", ""
+    return f"{tensor.min().item():.6g}", f"{tensor.max().item():.6g}"
+
+
+def _facts(artifact: Path, manifest: Manifest) -> dict[str, Any]:
+    sizes = [DTYPES[p.dtype].itemsize * int(np.prod(p.shape)) for p in manifest.parameters]
+    where = manifest.parameter_file or "compiled in"
+    return {
+        "file": f"{artifact} ({artifact.stat().st_size} bytes)",
+        "parameters": f"{len(sizes)} ({sum(sizes)} bytes, {where})" if sizes else "none",
+        "states": ", ".join(manifest.states) or "none",
+        "target": f"{manifest.target} (driver {manifest.driver})",
+        "cpu needs": " ".join(manifest.cpu_features) or "nothing particular",
+        "flags": " ".join(manifest.flags),
+        "compiled by": ", ".join(f"{n} {v[:12]}" for n, v in manifest.versions.items()),
+        "from": ", ".join(f"{n}: {v}" for n, v in manifest.source.items()) or "unknown",
+        "manifest format": manifest.format,
+    }
+
+
+def _dispatches(module: bytes) -> int:
+    """Count the device programs in a module: IREE writes one function table entry each."""
+    return len(set(re.findall(rb"\w+_dispatch_\d+", module)))
+
+
+def _signature(name: str, call: Call) -> Table:
+    table = Table("", "name", "what", title=f"entry point {name}", title_justify="left")
+    for argument in call.arguments:
+        spec = argument.spec if argument.spec is not None else f"always {argument.value!r}"
+        table.add_row("input", argument.name, str(spec))
+    for i, source in enumerate(call.outputs):
+        what = call.function.outputs[source.index] if source.kind == "result" else source.kind
+        table.add_row("result", f"output{i}", str(what))
+    for symbol, (low, high) in call.symbols.items():
+        table.add_row("size", symbol, f"{low} to {high}" if high is not None else f"{low} or more")
+    return table
+
+
+def _timed(function: LoadedEntry, arguments: list[Any]) -> float:
+    started = time.perf_counter()
+    function.call_flat(arguments)
+    return time.perf_counter() - started
+
+
+def _throughput(function: LoadedEntry, arguments: list[Any], calls: int, in_flight: int) -> float:
+    """Submit calls so that several are always under way; return calls per second."""
+    pending: deque[Any] = deque()
+    started = time.perf_counter()
+    for _ in range(calls):
+        if len(pending) == in_flight:
+            _wait(pending.popleft())
+        pending.append(function.submit_flat(arguments))
+    while pending:
+        _wait(pending.popleft())
+    return calls / (time.perf_counter() - started)
+
+
+def _wait(results: list[Any]) -> None:
+    for result in results:
+        if isinstance(result, DeviceArray):
+            result.wait()
+
+
+def _pair(text: str, option: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name or not value:
+        raise OptionError(f"{option} is name=value, not {text!r}")
+    return name, value
+
+
+def _int(text: str, name: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise OptionError(f"{name} is a whole number, not {text!r}") from error

@@ -1,0 +1,242 @@
+"""`npu-iree compile`: models in, an artifact out, on a machine that needs no device."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from npu_iree.cli.exits import HELP, as_json, exit_code
+from npu_iree.errors import NpuIreeError, OptionError
+
+console = Console()
+err_console = Console(stderr=True)
+
+
+class Params(StrEnum):
+    """Where parameters go; `split` is `irpa`."""
+
+    SPLIT = "split"
+    IRPA = "irpa"
+    SAFETENSORS = "safetensors"
+    EMBED = "embed"
+
+
+class HostOps(StrEnum):
+    """Whether the host may run what the target cannot."""
+
+    FORBID = "forbid"
+    ALLOW = "allow"
+
+
+NONE: list[str] = []
+
+
+def compile_command(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            help="file.pt2, package.module:function or file.py:function that returns (model, "
+            "example inputs), or an IR file of a stage; `name=` before it names its entry point",
+            metavar="[NAME=]SOURCE...",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="the artifact to write, e.g. bert.vmfb")
+    ],
+    target: Annotated[
+        str, typer.Option(help="an installed target; no device is needed")
+    ] = "npu-local",
+    cpu: Annotated[
+        str | None, typer.Option(help="CPU to compile for, e.g. x86-64-v3; by default this one")
+    ] = None,
+    dynamic: Annotated[
+        list[str],
+        typer.Option(
+            metavar="INPUT:DIM[=MIN..MAX]", help="a size that may change from call to call"
+        ),
+    ] = NONE,
+    params: Annotated[
+        Params, typer.Option(help="parameters in a file beside the artifact, or embedded in it")
+    ] = Params.SPLIT,
+    stop_after: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STAGE", help="write the product of this stage instead of an artifact"
+        ),
+    ] = None,
+    flag: Annotated[list[str], typer.Option(help="one more flag for iree-compile")] = NONE,
+    host_ops: Annotated[HostOps, typer.Option(help="allow goes with --bundle")] = HostOps.FORBID,
+    bundle: Annotated[
+        bool, typer.Option("--bundle", help="write a bundle for torch.compile (.npub)")
+    ] = False,
+    as_json_: Annotated[bool, typer.Option("--json", help="print the outcome as JSON")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="run the artifact and compare it with eager")
+    ] = False,
+) -> None:
+    """Compile models ahead of time, into a .vmfb that runs where no compiler is installed."""
+    if host_ops is HostOps.ALLOW and not bundle:
+        raise OptionError("an artifact has no host: --host-ops allow goes with --bundle")
+    from npu_iree.offline.verify import verify_artifact
+
+    kind = "irpa" if params is Params.SPLIT else params.value
+    started = time.perf_counter()
+    try:
+        with _progress() as tell:
+            made = _make(
+                sources,
+                output,
+                target,
+                cpu,
+                dynamic,
+                kind,
+                stop_after,
+                flag,
+                host_ops,
+                bundle,
+                tell,
+            )
+            if verify and not stop_after and not bundle:
+                tell("comparing with eager")
+                made["difference"] = verify_artifact(sources, output)
+    except NpuIreeError as error:
+        if not as_json_:
+            raise
+        console.print_json(json.dumps(as_json(error)))
+        raise SystemExit(exit_code(error)) from error
+    made["seconds"] = round(time.perf_counter() - started, 2)
+    if as_json_:
+        console.print_json(json.dumps(made))
+    else:
+        _print(made)
+
+
+compile_command.__doc__ = f"{compile_command.__doc__}\n\n{HELP}"
+
+
+def _make(
+    sources: list[str],
+    output: Path,
+    target: str,
+    cpu: str | None,
+    dynamic: list[str],
+    params: str,
+    stage: str | None,
+    flags: list[str],
+    host_ops: HostOps,
+    bundle: bool,
+    tell: Any,
+) -> dict[str, Any]:
+    """Write what was asked for; return what is to be told of it."""
+    from npu_iree.offline.build import BuildOptions, write_artifact, write_stage
+    from npu_iree.offline.ir import write_from_ir
+    from npu_iree.offline.sources import load_programs, source_record
+
+    if bundle:
+        from npu_iree.offline.bundles import write_bundle
+
+        choices = {"target": target, "flags": flags}
+        choices["fallback"] = "error" if host_ops is HostOps.FORBID else "host"
+        return write_bundle(sources, output, choices, dynamic=bool(dynamic))
+    options = BuildOptions(
+        target=target,
+        cpu=cpu,
+        flags=tuple(flags),
+        params=params,  # type: ignore[arg-type]
+        source=source_record(sources),
+    )
+    if sources[0].endswith(".mlir"):
+        return _told(output, write_from_ir(Path(sources[0]), output, options))
+    tell("exporting")
+    programs = {}
+    for source in sources:
+        for name, program in load_programs(source, dynamic).items():
+            if name in programs:
+                raise OptionError(f"two entry points are called {name!r}; name them: a=one b=other")
+            programs[name] = program
+    tell("capturing")
+    if stage:
+        try:
+            write_stage(programs, output, stage, options)
+        except ValueError as error:
+            raise OptionError(str(error)) from error
+        return {"output": str(output), "bytes": output.stat().st_size, "stage": stage}
+    return _told(output, write_artifact(programs, output, options))
+
+
+def _told(output: Path, manifest: Any) -> dict[str, Any]:
+    beside = output.parent / manifest.parameter_file if manifest.parameter_file else None
+    return {
+        "output": str(output),
+        "bytes": output.stat().st_size,
+        "target": manifest.target,
+        "entries": {
+            name: {"inputs": [str(a) for a in call.arguments], "outputs": len(call.outputs)}
+            for name, call in manifest.entries.items()
+        },
+        "parameters": len(manifest.parameters),
+        "parameter_file": str(beside) if beside else "",
+        "parameter_bytes": beside.stat().st_size if beside else 0,
+        "cpu_features": list(manifest.cpu_features),
+        "flags": list(manifest.flags),
+    }
+
+
+def _print(made: dict[str, Any]) -> None:
+    table = Table("what", "value", show_header=False)
+    for name, value in made.items():
+        if name == "entries":
+            for entry, row in value.items():
+                table.add_row(f"entry {entry}", escape("\n".join(row["inputs"])))
+        elif name in ("cpu_features", "flags"):
+            table.add_row(name.replace("_", " "), escape(" ".join(value)))
+        elif value != "":
+            table.add_row(name.replace("_", " "), escape(str(value)))
+    console.print(table)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Any]:
+    """Show what is being done: the stages tell it by their log."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    log = logging.getLogger("lowering.pipeline")
+    with Progress(*columns, console=err_console, transient=True) as progress:
+        task = progress.add_task("starting")
+
+        def tell(text: str) -> None:
+            progress.update(task, description=text)
+
+        handler, level, propagate = _Teller(tell), log.level, log.propagate
+        log.addHandler(handler)
+        log.setLevel(logging.DEBUG)
+        log.propagate = level not in (logging.NOTSET,) and propagate
+        try:
+            yield tell
+        finally:
+            log.removeHandler(handler)
+            log.setLevel(level)
+            log.propagate = propagate
+
+
+class _Teller(logging.Handler):
+    """Hands the stages' messages to a progress display."""
+
+    def __init__(self, tell: Any) -> None:
+        super().__init__(logging.DEBUG)
+        self._tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show one message."""
+        self._tell(record.getMessage().splitlines()[0])

@@ -1,0 +1,49 @@
+"""A bundle on the command line: the model is compiled by torch.compile, called once, and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from npu_iree.errors import OptionError
+from npu_iree.offline.sources import load_examples
+from npu_iree.offline.verify import compare_results
+
+
+def write_bundle(
+    sources: Sequence[str], path: Path, options: dict[str, Any], *, dynamic: bool = False
+) -> dict[str, Any]:
+    """Compile a model with torch.compile, call it, and save what was built.
+
+    Args:
+        sources: one source (see `npu_iree.offline.sources`).
+        path: where to write it.
+        options: of `torch.compile`.
+        dynamic: whether sizes may change.
+
+    Returns:
+        What is to be told of it; `difference` is to eager, relative to the largest value.
+
+    Raises:
+        OptionError: there is more than one model.
+        UnsupportedOpError: `options` forbid the host, and it is needed.
+        VerificationError: it does not give eager's numbers.
+    """
+    from npu_iree.bundles import save_bundle
+
+    examples = {k: v for source in sources for k, v in load_examples(source).items()}
+    if len(examples) != 1:
+        raise OptionError(f"a bundle is made of one model, not of {len(examples)}")
+    ((name, example),) = examples.items()
+    compiled = torch.compile(
+        example.model, backend="npu_iree", options=options, dynamic=dynamic or None
+    )
+    with torch.no_grad():
+        expected = example.model(*example.args, **example.kwargs)
+        actual = compiled(*example.args, **example.kwargs)
+    difference = compare_results(name, actual, expected)
+    save_bundle(compiled, path)
+    return {"output": str(path), "bytes": path.stat().st_size, "difference": difference}
