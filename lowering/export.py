@@ -6,6 +6,7 @@ Everything runs on the device, or the export is refused with a list of what cann
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ from lowering.segments import DEVICE, Segment
 _CHECKED_AT_THE_CALL = torch.ops.aten._assert_tensor_metadata.default
 _WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER)
 _RESULTS = (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
-_WRITES = (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION)
+_WRITES = (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION, OutputKind.TOKEN)
 
 
 class ExportError(NpuIreeError):
@@ -146,7 +147,9 @@ def capture_export(
     Raises:
         ExportError: it has inputs or results of a kind that no artifact can hold.
     """
-    program = program.run_decompositions(dict(table))
+    with warnings.catch_warnings():  # PyTorch warns of what it does itself
+        warnings.simplefilter("ignore", FutureWarning)
+        program = program.run_decompositions(dict(table))
     graph_module = program.graph_module
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     specs = program.graph_signature.input_specs
@@ -158,7 +161,7 @@ def capture_export(
     aliases: dict[str, tuple[str, ...]] = {}
     for node, spec in zip(placeholders, specs, strict=True):
         target = str(spec.target)
-        if spec.kind is InputKind.USER_INPUT:
+        if spec.kind in (InputKind.USER_INPUT, InputKind.TOKEN):  # who has a token is on the host
             users.append(node)
         elif spec.kind in _WEIGHTS and target in written:
             states[node], tensors[target] = target, _value(program, target)
@@ -294,8 +297,13 @@ def _tree_text(spec: pytree.TreeSpec | None, what: str) -> str:
 
 
 def _limits(limits: Any) -> tuple[int, int | None]:
-    """Return a symbol's range; what is as good as unlimited is None."""
+    """Return a symbol's range; what is as good as unlimited is None.
+
+    PyTorch says "at least 2" of every size that it has not seen to be 1, since it would trace 1
+    apart; what it has traced is right for 1 too: nothing is broadcast along a size of that name.
+    """
     most = limits.upper
     is_finite = getattr(most, "is_finite", True) and getattr(most, "is_Integer", True)
     high = int(most) if is_finite else None
-    return max(0, int(limits.lower)), high if high is None or high < 2**62 else None
+    low = int(limits.lower)
+    return 1 if low == 2 else max(0, low), high if high is None or high < 2**62 else None
