@@ -17,6 +17,7 @@ _PUBLIC = {
     "DeviceTimeoutError": "npu_iree.errors",
     "HostCopyError": "npu_iree.errors",
     "Ledger": "npu_iree.transfers",
+    "NotCompiledError": "npu_iree.errors",
     "NpuIreeError": "npu_iree.errors",
     "OptionError": "npu_iree.errors",
     "Options": "npu_iree.options",
@@ -30,6 +31,7 @@ _PUBLIC = {
     "explain": "npu_iree.explain",
     "open_device": "npu_iree.device",
     "record_transfers": "npu_iree.transfers",
+    "save_bundle": "npu_iree.bundles",
     "targets": "npu_iree.targets",
 }
 __all__ = sorted(_PUBLIC)
