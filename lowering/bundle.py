@@ -69,13 +69,19 @@ class Bundle:
         with open_archive(path) as archive:
             manifest = _manifest(path, archive.read(MANIFEST))
         try:
-            self.origin = Origin(**{k: manifest[k] for k in Origin.__dataclass_fields__})
+            self.origin = Origin(
+                versions=_texts(manifest["versions"]),
+                target=str(manifest["target"]),
+                cpu=str(manifest["cpu"]),
+                capabilities=str(manifest["capabilities"]),
+                options=_texts(manifest["options"]),
+            )
             graphs = [GraphRecord.from_json(row) for row in manifest["graphs"]]
             self.graphs = {record.digest: record for record in graphs}
-            self._sums = {str(name): str(text) for name, text in manifest["files"].items()}
-            keys = {d: CacheKey(dict(parts)) for d, parts in manifest["artifacts"].items()}
+            self._sums = _texts(manifest["files"])
+            keys = {d: CacheKey(_texts(parts)) for d, parts in manifest["artifacts"].items()}
             self.artifacts = {key.identity: digest for digest, key in keys.items()}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ArtifactError(path, f"its manifest makes no sense: {error!r}") from error
 
     def refuse_unless_for(self, target: str, cpu: str) -> None:
@@ -196,6 +202,10 @@ def _manifest(path: Path, data: bytes) -> Mapping[str, Any]:
             f"(it was written by {writer!r}); save it again",
         )
     return dict(manifest)
+
+
+def _texts(table: Mapping[object, object]) -> dict[str, str]:
+    return {str(name): str(text) for name, text in table.items()}
 
 
 def _graph_name(digest: str) -> str:

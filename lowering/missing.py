@@ -32,24 +32,24 @@ def differences(
         now: what it would be built with.
         bundle: what was saved.
     """
-    found = _kinds(captured, bundle)
-    if now is not None:
-        found += _origins(bundle.origin, now)
+    found = _origins(bundle.origin, now) if now is not None else []
+    if other := _other_kinds(captured, bundle):
+        return [other, *found]
     if text_digest(text) in bundle.graphs:
         return [*found, *_regions(keys, bundle)]
     alike = [d for d, record in bundle.graphs.items() if record.kind == captured.kind]
-    texts = [_text(bundle, digest) for digest in alike or bundle.graphs]
-    if texts:
-        found += _graphs(captured, min(texts, key=lambda saved: _distance(saved, text)), text)
-    return found or ["its wiring differs from that of every graph in the bundle"]
+    texts = [_text(bundle, digest) for digest in alike]
+    nearest = min(texts, key=lambda saved: _distance(saved, text))
+    return [*found, *_graphs(captured, nearest, text)]
 
 
-def _kinds(captured: CapturedGraph, bundle: Bundle) -> list[str]:
+def _other_kinds(captured: CapturedGraph, bundle: Bundle) -> str | None:
     kinds = sorted({record.kind for record in bundle.graphs.values()})
     if captured.kind in kinds:
-        return []
-    held = " and ".join(kinds) or "no"
-    return [f"the bundle has {held} graphs only, and this is one for {captured.kind}"]
+        return None
+    how = "without gradients" if captured.kind == "inference" else "with gradients and backward()"
+    held = f"{' and '.join(kinds)} graphs only" if kinds else "no graphs"
+    return f"the bundle has {held}: save it after a call {how}"
 
 
 def _origins(then: Origin, now: Origin) -> list[str]:
@@ -77,8 +77,8 @@ def _regions(keys: Sequence[CacheKey], bundle: Bundle) -> list[str]:
             for other in bundle.artifacts
         ]
         near = min(labels, key=len, default=list(IDENTITY))
-        lines.append(f"a region of it differs in {', '.join(near)}")
-    return lines
+        lines.append(f"it is cut otherwise: the nearest region differs in {', '.join(near)}")
+    return list(dict.fromkeys(lines))
 
 
 def _graphs(captured: CapturedGraph, then: str, now: str) -> list[str]:

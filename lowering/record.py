@@ -108,7 +108,7 @@ class GraphRecord:
         """Read what `to_json` made.
 
         Raises:
-            AttributeError, KeyError, TypeError, ValueError: it makes no sense.
+            ArithmeticError, AttributeError, KeyError, TypeError, ValueError: it makes no sense.
         """
         return cls(
             digest=str(row["digest"]),

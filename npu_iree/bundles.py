@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import gc
 import inspect
 import os
 import sys
@@ -32,7 +32,8 @@ class Caller:
     Attributes:
         context: Dynamo's object for it.
         backend: backend, mode, options and `dynamic`, compared by value, as Dynamo does.
-        code: what is compiled: the code of a function, or the structure of a module.
+        code: what is compiled: the code of a function, or the structure of a module. Identities,
+            not references: code keeps what Dynamo built for it alive, which keeps this alive.
     """
 
     context: weakref.ref[object]
@@ -87,6 +88,7 @@ def save_bundle(compiled: Callable[..., Any], path: str | os.PathLike[str]) -> P
         ArtifactError: the file cannot be written.
     """
     asked = _caller_of(compiled)
+    gc.collect()  # what Dynamo has dropped is gone then, and only then
     with _LOCK:
         found = [built for built in _BUILT.values() if built.caller.shares_with(asked)]
     if not found:
@@ -144,7 +146,5 @@ def _code(function: Any) -> object:
     owner = owner or getattr(function, "__self__", None)
     if isinstance(owner, torch.nn.Module):
         shapes = [(p.shape, p.dtype) for p in owner.parameters()]
-        return (tuple(map(type, owner.modules())), tuple(shapes))
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__code__", function)
+        return (tuple(id(type(module)) for module in owner.modules()), tuple(shapes))
+    return id(getattr(function, "__code__", function))
