@@ -1,4 +1,4 @@
-"""Get the modules of regions: from the cache, or from the stages, different ones in parallel."""
+"""Get the modules of regions: from a bundle, the cache, or the stages, in parallel."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lowering.abi import ENTRY
-from lowering.artifact import Artifact, EntryPoint
+from lowering.bundle import Bundle
 from lowering.cache import ArtifactCache, Entry
 from lowering.errors import StageError
 from lowering.key import CacheKey, program_key
@@ -32,14 +31,19 @@ class Builder:
     Attributes:
         target: what to compile for.
         toolchain: where the stages run.
+        bundle: what was saved for this model, or None; it is asked first.
         cache: store of artifacts, or None.
+        may_compile: whether what neither has is compiled.
         dump: folder for the products of the stages, or None.
-        counts: `compiles`, `cache_hits`, `cache_misses` and `compile_ms` are added up here.
+        counts: `compiles`, `bundle_hits`, `cache_hits`, `cache_misses` and `compile_ms` are added
+            up here.
     """
 
     target: CompileTarget
     toolchain: Toolchain = field(default_factory=Toolchain)
+    bundle: Bundle | None = None
     cache: ArtifactCache | None = None
+    may_compile: bool = True
     dump: Path | None = None
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -63,20 +67,23 @@ class Builder:
             raise built
         return built
 
-    def build(self, regions: Sequence[Region]) -> dict[str, Artifact | StageError]:
-        """Get the artifact of each region, or how the compiler refused it; equal ones once."""
+    def build(self, regions: Sequence[Region]) -> dict[str, Entry | StageError | None]:
+        """Get the module of each region, or how the compiler refused it; equal ones once.
+
+        None is what would have to be compiled, and may not be.
+        """
         keys = {region.name: self.key(region) for region in regions}
         different = {keys[r.name].digest: r for r in reversed(regions)}
-        built: dict[str, Entry | StageError] = {}
+        built: dict[str, Entry | StageError | None] = {}
         missing: list[Region] = []
         for digest, region in different.items():
             entry = self._load(keys[region.name])
-            if entry is None:
+            if entry is None and self.may_compile:
                 missing.append(region)
             else:
                 built[digest] = entry
         built |= self._compile_all(missing, keys)
-        return {r.name: _artifact(r, built[keys[r.name].digest]) for r in regions}
+        return {r.name: built[keys[r.name].digest] for r in regions}
 
     def attempt(self, region: Region, dump: Path) -> StageError | None:
         """Compile a region only to see how it fails; None means that it does not."""
@@ -84,6 +91,9 @@ class Builder:
         return outcome if isinstance(outcome, StageError) else None
 
     def _load(self, key: CacheKey) -> Entry | None:
+        if self.bundle is not None and (entry := self.bundle.entry(key)):
+            self._count("bundle_hits", 1)
+            return entry
         entry = self.cache.load(key) if self.cache is not None else None
         if entry is not None:
             self._count("cache_hits", 1)
@@ -149,11 +159,3 @@ class Builder:
     def _count(self, name: str, number: int) -> None:
         with _COUNTING:
             self.counts[name] += number
-
-
-def _artifact(region: Region, entry: Entry | StageError) -> Artifact | StageError:
-    if isinstance(entry, StageError):
-        return entry
-    ops = tuple((op, str(line)) for op, line in region.ops)
-    main = EntryPoint(region.signature, ops)
-    return Artifact(region.name, entry.vmfb, {ENTRY: main}, entry.flags)

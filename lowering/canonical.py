@@ -1,25 +1,32 @@
-"""The canonical text of a region's graph: equal for equal programs, different for different ones.
+"""The canonical text of a graph: equal for equal programs, different for different ones.
 
 Names, symbols' names and source lines are left out; ops, wiring, attributes, dtypes, shapes and the
-bytes of constants are in. It is the program's part of a cache key, and needs no compiler to make.
+bytes of constants are in. It is the program's part of a cache key, and needs no compiler to make;
+that of a whole captured graph is what a bundle knows the graph by.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
+from lowering.capture import attribute
 from lowering.digest import tensor_digest
 from lowering.dtypes import dtype_name
 
 _SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 
 
-def canonical_text(graph_module: fx.GraphModule) -> str:
-    """Write a region's graph, one line a node.
+def canonical_text(graph_module: fx.GraphModule, notes: Mapping[fx.Node, str] = {}) -> str:
+    """Write a graph, one line a node.
+
+    Args:
+        graph_module: the graph.
+        notes: what else is to be known of an input, at the end of its line.
 
     Example:
         %0 = input f32[s0,8]
@@ -36,9 +43,9 @@ def canonical_text(graph_module: fx.GraphModule) -> str:
         names[node] = f"%{len(names)}"
         kind = _value_text(node.meta.get("val"), symbols)
         if node.op == "placeholder":
-            line = f"input {kind}"
+            line = f"input {kind}{notes.get(node, '')}"
         elif node.op == "get_attr":
-            line = f"constant {_constant_text(getattr(graph_module, str(node.target)))}"
+            line = f"constant {_attribute_text(attribute(graph_module, str(node.target)))}"
         else:
             args = [_text(arg, names, symbols) for arg in node.args]
             args += [f"{k}={_text(v, names, symbols)}" for k, v in sorted(node.kwargs.items())]
@@ -80,7 +87,17 @@ def _text(value: Any, names: dict[fx.Node, str], symbols: _Symbols) -> str:
     return f"{type(value).__name__}:{value}"
 
 
+def _attribute_text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return _constant_text(value)
+    if isinstance(value, fx.GraphModule):  # the body of a higher-order op
+        return f"graph {canonical_text(value)!r}"
+    return type(value).__name__
+
+
 def _constant_text(tensor: torch.Tensor) -> str:
+    if tensor.layout is not torch.strided:
+        return f"{dtype_name(tensor.dtype)}{list(tensor.shape)} {tensor.layout}"
     sizes = ",".join(map(str, tensor.shape))
     return f"{dtype_name(tensor.dtype)}[{sizes}] {tensor_digest(tensor)}"
 

@@ -31,12 +31,14 @@ class CapturedGraph:
         inputs: the placeholders, in the order of the call.
         weights: those placeholders whose tensors keep their identity between calls.
         constants: tensors that the graph itself holds, by the name of their node.
+        kind: what AOTAutograd made it for: `inference`, `forward` (of training) or `backward`.
     """
 
     graph_module: fx.GraphModule
     inputs: tuple[fx.Node, ...]
     weights: frozenset[fx.Node]
     constants: dict[fx.Node, torch.Tensor]
+    kind: str = "inference"
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:
@@ -52,7 +54,10 @@ class CapturedGraph:
 
 
 def capture_aot(
-    graph_module: fx.GraphModule, weights: Iterable[int] = (), names: Sequence[str] = ()
+    graph_module: fx.GraphModule,
+    weights: Iterable[int] = (),
+    names: Sequence[str] = (),
+    kind: str = "inference",
 ) -> CapturedGraph:
     """Take a graph as AOTAutograd hands it to a compiler.
 
@@ -60,6 +65,7 @@ def capture_aot(
         graph_module: forward, backward or inference graph of AOTAutograd.
         weights: positions of the inputs that are parameters or buffers (`static_input_indices`).
         names: what the user would call the inputs, for reports; may be left out.
+        kind: what AOTAutograd made it for.
 
     Raises:
         InternalError: the graph calls modules or methods, which AOTAutograd never leaves.
@@ -68,9 +74,8 @@ def capture_aot(
     inputs = tuple(graph_module.graph.find_nodes(op="placeholder"))
     for node, name in zip(inputs, names, strict=False):
         node._rename(name)
-    return CapturedGraph(
-        graph_module, inputs, frozenset(inputs[i] for i in weights if i < len(inputs)), constants
-    )
+    bindable = frozenset(inputs[i] for i in weights if i < len(inputs))
+    return CapturedGraph(graph_module, inputs, bindable, constants, kind)
 
 
 def normalize(graph_module: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
@@ -93,7 +98,7 @@ def normalize(graph_module: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
         if str(node.target).rpartition(".")[0] in _FROM_THE_END and node.args[1] < 0:
             node.update_arg(1, node.args[1] + max(1, node.meta["val"].dim()))
         if node.op == "get_attr":
-            value = _attribute(graph_module, str(node.target))
+            value = attribute(graph_module, str(node.target))
             if isinstance(value, torch.Tensor):
                 constants[node] = value
                 node.meta.setdefault("val", value)
@@ -115,7 +120,8 @@ def _share_sizes(graph: fx.Graph) -> None:
                 node.replace_all_uses_with(first)
 
 
-def _attribute(module: torch.nn.Module, path: str) -> object:
+def attribute(module: torch.nn.Module, path: str) -> object:
+    """Return what a dotted path names in a module."""
     value: object = module
     for name in path.split("."):
         value = getattr(value, name)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
 
-from lowering import exact
+from lowering import batch_norm, exact
 from lowering.views import view
 
 aten = torch.ops.aten
@@ -77,7 +77,7 @@ def matches(op: str, patterns: Iterable[str]) -> bool:
 
 @cache
 def _default_table() -> dict[OpOverload, Callable[..., Any]]:
-    ours = {aten.view.default: view, **exact.DECOMPOSITIONS}
+    ours = {aten.view.default: view, **exact.DECOMPOSITIONS, **batch_norm.DECOMPOSITIONS}
     return {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS), **ours}
 
 

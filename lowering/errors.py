@@ -29,6 +29,23 @@ class ArtifactError(NpuIreeError):
         super().__init__(f"cannot use {path}: {reason}")
 
 
+class NotCompiledError(NpuIreeError):
+    """A graph would have to be compiled, and `compile` says that it may not be.
+
+    Attributes:
+        differences: what tells it from the nearest graph that there is, one line each.
+    """
+
+    def __init__(self, kind: str, places: str, differences: Sequence[str]) -> None:
+        self.differences = tuple(differences)
+        listed = "".join(f"\n  {line}" for line in self.differences)
+        super().__init__(
+            f"this {kind} graph is not in {places}, and may not be compiled here:{listed}\n"
+            "Save a bundle after a call like this one, or allow more with "
+            'options={"compile": "if_missing"} or options={"compile": "eager"}.'
+        )
+
+
 class CancelledError(BaseException):
     """The service was closed under a request. No `Exception`: it says nothing of the program."""
 

@@ -8,7 +8,6 @@ import operator
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import fx
@@ -19,30 +18,12 @@ from lowering.capture import CapturedGraph
 from lowering.denials import Denial, DenialRecord
 from lowering.errors import StageError
 from lowering.nodes import is_scalar
+from lowering.record import Healed
 from lowering.region import Region, bound_nodes, extract_region
 from lowering.segments import DEVICE, Segment, with_own_sizes
 from lowering.source import user_line
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Healed:
-    """What was found out about a graph.
-
-    Attributes:
-        failed: nodes that the compiler refuses, and why.
-        apart: nodes that it only takes apart: those with different numbers.
-    """
-
-    failed: dict[fx.Node, str] = field(default_factory=dict)
-    apart: dict[fx.Node, int] = field(default_factory=dict)
-
-    def keep_apart(self, parts: Sequence[Sequence[fx.Node]]) -> None:
-        """Give each part a number of its own."""
-        first = max(self.apart.values(), default=0) + 1
-        for number, part in enumerate(parts, start=first):
-            self.apart |= dict.fromkeys(part, number)
 
 
 class Healer:

@@ -16,6 +16,8 @@ from lowering.program import Program
 from lowering.target import CompileTarget, FlagSet
 
 PACKAGES = ("torch", "torch-mlir", "iree-base-compiler")
+# What a module is and what it runs on; the other parts say who compiled it.
+IDENTITY = ("program", "parameters", "rebind", "flags", "target", "cpu")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,11 @@ class CacheKey:
     """
 
     parts: Mapping[str, str]
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """What is compiled and for what, whoever compiles it."""
+        return tuple(self.parts.get(label, "") for label in IDENTITY)
 
     @property
     def digest(self) -> str:
@@ -70,10 +77,21 @@ def program_key(program: Program, target: CompileTarget, flags: FlagSet = ()) ->
 
 @cache
 def compiler_build() -> dict[str, str]:
-    """Return what compiles: versions of the packages, and a digest of our own lowering."""
+    """Return what compiles: versions of the packages, and a digest of our own lowering.
+
+    Where no compiler is installed, what was compiled elsewhere still has to be looked up.
+    """
     sources = sorted(Path(__file__).parent.rglob("*.py"))
     ours = text_digest("".join(path.read_text() for path in sources))
-    return {**{name: metadata.version(name) for name in PACKAGES}, "lowering": ours}
+    return {**{name: package_version(name) for name in PACKAGES}, "lowering": ours}
+
+
+def package_version(name: str) -> str:
+    """Return the version of an installed package, or `not installed`."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 @cache

@@ -18,6 +18,7 @@ _PUBLIC = {
     "DeviceTimeoutError": "npu_iree.errors",
     "HostCopyError": "npu_iree.errors",
     "Ledger": "npu_iree.transfers",
+    "NotCompiledError": "npu_iree.errors",
     "NpuIreeError": "npu_iree.errors",
     "OptionError": "npu_iree.errors",
     "Options": "npu_iree.options",
@@ -32,6 +33,7 @@ _PUBLIC = {
     "load": "npu_iree.offline.load",
     "open_device": "npu_iree.device",
     "record_transfers": "npu_iree.transfers",
+    "save_bundle": "npu_iree.bundles",
     "save_parameters": "npu_iree.offline.parameters",
     "targets": "npu_iree.targets",
 }

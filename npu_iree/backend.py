@@ -20,23 +20,26 @@ from torch._guards import CompileContext, TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lowering.build import Builder
+from lowering.bundle import Bundle, Origin
 from lowering.cache import ArtifactCache
 from lowering.capabilities import load_capabilities
 from lowering.capture import CapturedGraph, capture_aot
 from lowering.compiler import Compiler
 from lowering.decompositions import decomposition_table
 from lowering.denials import DenialRecord
+from lowering.key import host_cpu, package_version
 from lowering.pipeline import Toolchain
 from lowering.plan import Plan
 from lowering.service import CompileService, Limits
+from npu_iree import __version__, bundles
 from npu_iree.device import open_device
-from npu_iree.errors import OptionError
+from npu_iree.errors import ArtifactError, NotCompiledError, OptionError
 from npu_iree.executable import Executable
 from npu_iree.frozen import can_freeze
 from npu_iree.options import Options
 from npu_iree.runner import Runner
 from npu_iree.settings import Settings
-from npu_iree.versions import check_versions
+from npu_iree.versions import VERIFIED, check_versions
 
 log = logging.getLogger(__name__)
 
@@ -62,16 +65,20 @@ def npu_iree(
         OptionError: an option does not exist or has a bad value.
         UnsupportedOpError: `fallback="error"`, and the target cannot run some ops.
         VersionError: other versions of torch, torch-mlir or IREE are installed.
+        ArtifactError: the bundle is damaged, or is not for this target or CPU.
+        NotCompiledError: `compile="never"`, and neither the bundle nor the cache has the graph.
     """
     parsed = Options.parse(options)
     if mode is not None:
         raise OptionError(f"mode={mode!r} belongs to Inductor; npu_iree takes options={{...}}")
-    check_versions("torch", "torch-mlir", "iree-base-compiler", "iree-base-runtime")
-    compile_aot = functools.partial(_compile_aot, parsed, _Source.of(graph_module, example_inputs))
+    compilers = ("torch-mlir", "iree-base-compiler") if parsed.compile == "if_missing" else ()
+    check_versions("torch", *compilers, "iree-base-runtime")
+    source = _Source.of(graph_module, example_inputs)
+    compile_aot = functools.partial(_compile_aot, parsed, source)
     backend = aot_autograd(
-        fw_compiler=functools.partial(compile_aot, is_inference=False),
-        bw_compiler=functools.partial(compile_aot, is_inference=False),
-        inference_compiler=functools.partial(compile_aot, is_inference=True),
+        fw_compiler=functools.partial(compile_aot, kind="forward"),
+        bw_compiler=functools.partial(compile_aot, kind="backward"),
+        inference_compiler=functools.partial(compile_aot, kind="inference"),
         decompositions=decomposition_table(
             parsed.keep_ops | parsed.target_value.compile.keep_ops, parsed.decompositions
         ),
@@ -86,10 +93,11 @@ class _Source:
 
     inputs: tuple[Any, ...]
     names: tuple[str, ...]
+    caller: bundles.Caller | None
 
     @classmethod
     def of(cls, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> _Source:
-        return cls(tuple(inputs), input_names(graph_module))
+        return cls(tuple(inputs), input_names(graph_module), bundles.caller())
 
 
 def input_names(graph_module: fx.GraphModule) -> tuple[str, ...]:
@@ -110,22 +118,60 @@ def compiler_for(options: Options, number: int = 0) -> Compiler:
         time_s=options.compile_time_limit_s, memory_bytes=options.compile_memory_limit_bytes
     )
     cache = _open_cache(settings.cache, settings.cache_limit_bytes) if settings.cache else None
+    if cache is None and options.bundle is None and options.compile != "if_missing":
+        raise OptionError(
+            f"compile={options.compile!r} takes what was compiled before, and there is no bundle "
+            "and no cache (NPU_IREE_CACHE is off)"
+        )
     builder = Builder(
         target=target.compile,
         toolchain=Toolchain(
             service=compile_service(), limits=limits, flags=options.flags, fault=settings.fault
         ),
+        bundle=open_bundle(options.bundle, target.name) if options.bundle else None,
         cache=cache,
+        may_compile=options.compile == "if_missing",
         dump=settings.dump / f"graph{number}" if settings.dump else None,
         counts=counters["npu_iree"],
     )
+    capabilities = load_capabilities(target.compile.capabilities)
     return Compiler(
         builder=builder,
-        capabilities=load_capabilities(target.compile.capabilities),
+        capabilities=capabilities,
         forbid_host=options.fallback == "error",
         disabled_ops=options.disabled_ops,
         denials=DenialRecord(settings.cache / "denials.json") if settings.cache else None,
+        origin=Origin(
+            versions={
+                "npu-iree": __version__,
+                **{name: package_version(name) for name in VERIFIED},
+            },
+            target=target.name,
+            cpu=host_cpu(),
+            capabilities=capabilities.digest,
+            options=options.printable(),
+        ),
     )
+
+
+def open_bundle(path: Path, target: str) -> Bundle:
+    """Open a bundle to be used for a target on this machine; one that is open is not read again.
+
+    Raises:
+        ArtifactError: it is damaged, of another format, or for another target or CPU.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ArtifactError(path, error.strerror or str(error)) from error
+    bundle = _read_bundle(path, (status.st_ino, status.st_mtime_ns, status.st_size))
+    bundle.refuse_unless_for(target, host_cpu())
+    return bundle
+
+
+@functools.lru_cache(maxsize=16)
+def _read_bundle(path: Path, version: tuple[int, ...]) -> Bundle:
+    return Bundle(path)
 
 
 @functools.cache
@@ -142,23 +188,35 @@ def compile_service() -> CompileService:
     return service
 
 
-def compile_graph(captured: CapturedGraph, options: Options) -> Runner:
+def compile_graph(
+    captured: CapturedGraph, options: Options, caller: bundles.Caller | None = None
+) -> Runner:
     """Plan a captured graph, compile its regions, and load them.
+
+    Args:
+        captured: the graph.
+        options: of one `torch.compile` call.
+        caller: that call, for `save_bundle`.
 
     Raises:
         UnsupportedOpError: `fallback="error"`, and the target cannot run some ops.
         StageError: `fallback="error"`, and the compiler refused a region.
         TargetError: the target's device cannot be opened here.
+        NotCompiledError: it would have to be compiled, and may not be.
     """
     number = next(_GRAPH_NUMBERS)
-    compiled = compiler_for(options, number).compile(captured)
+    compiler = compiler_for(options, number)
+    compiled = compiler.compile(captured)
     device = open_device(options.target_value)
     executables = {
         name: Executable(device, artifact) for name, artifact in compiled.artifacts.items()
     }
     constants = {node.name: tensor for node, tensor in captured.constants.items()}
     _report(number, compiled.plan)
-    return Runner(compiled.plan, device, executables, constants)
+    runner = Runner(compiled.plan, device, executables, constants)
+    if caller is not None and compiler.origin is not None:
+        bundles.remember(runner, caller, compiler.origin, compiled.built)
+    return runner
 
 
 def _compile_aot(
@@ -167,17 +225,25 @@ def _compile_aot(
     graph_module: fx.GraphModule,
     inputs: Sequence[Any],
     *,
-    is_inference: bool,
+    kind: str,
 ) -> Callable[..., Any]:
     """Compile a graph of AOTAutograd's into what it calls: a list of arguments in, a list out."""
-    is_same = is_inference and len(source.inputs) == len(inputs)
+    is_same = kind == "inference" and len(source.inputs) == len(inputs)
     weights = _bindable_weights(source.inputs) if is_same and options.bind_weights else ()
-    captured = capture_aot(graph_module, weights, source.names if is_same else ())
+    captured = capture_aot(graph_module, weights, source.names if is_same else (), kind)
+    runner: Callable[..., Any]
     with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
-        runner = compile_graph(captured, options)
+        try:
+            runner = compile_graph(captured, options, source.caller)
+        except NotCompiledError as error:
+            if options.compile != "eager":
+                raise
+            log.warning("a graph runs on PyTorch's CPU kernels, as compile='eager' says: %s", error)
+            captured.graph_module.recompile()
+            runner = captured.graph_module
 
     def run(args: list[Any]) -> list[Any]:
-        results = runner(*args)
+        results = list(runner(*args))
         args.clear()
         return results
 

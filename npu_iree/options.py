@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -28,6 +30,10 @@ class Options:
         bind_weights: bind parameters and buffers once per compiled graph (inference). Turn it off
             if something outside PyTorch writes to their memory, e.g. through a NumPy view that was
             taken before the first call.
+        bundle: file that `npu_iree.save_bundle` wrote; what is in it is not compiled.
+        compile: what to do with what neither the bundle nor the cache has: `if_missing` compiles
+            it, `never` raises an error that says what differs, `eager` runs the whole graph with
+            PyTorch's CPU kernels, with one warning. The last two need no compiler installed.
         compile_time_limit_s: seconds that one lowering stage of one region may take.
         compile_memory_limit_bytes: address space that it may take.
     """
@@ -39,6 +45,8 @@ class Options:
     decompositions: Mapping[torch._ops.OpOverload, Callable[..., Any]] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     bind_weights: bool = True
+    bundle: Path | None = None
+    compile: Literal["if_missing", "never", "eager"] = "if_missing"
     compile_time_limit_s: float = 600.0
     compile_memory_limit_bytes: int = 8 << 30
 
@@ -54,7 +62,19 @@ class Options:
         for name in given:
             if name not in names:
                 raise OptionError(f"no option {name!r}.{_near(name, names)}")
-        return cls(**{name: _CHECKS[name](name, value) for name, value in given.items()})
+        parsed = cls(**{name: _CHECKS[name](name, value) for name, value in given.items()})
+        if parsed.fallback == "error" and parsed.compile == "eager":
+            raise OptionError(
+                "fallback='error' keeps ops off the host, and compile='eager' sends whole graphs "
+                "there; with fallback='error', compile can be 'if_missing' or 'never'"
+            )
+        return parsed
+
+    def printable(self) -> dict[str, str]:
+        """Return the options that decide what is built, as text."""
+        skipped = {"bundle", "compile", "compile_time_limit_s", "compile_memory_limit_bytes"}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in skipped}
+        return {name: _text(value) for name, value in values.items()}
 
     @property
     def target_value(self) -> Target:
@@ -80,11 +100,32 @@ def _target(name: str, value: Any) -> str:
         raise OptionError(f"option {name!r}: {error}") from error
 
 
-def _fallback(name: str, value: Any) -> str:
-    choices = ("host", "error")
-    if value not in choices:
-        raise OptionError(f"option {name!r} cannot be {value!r}.{_near(value, choices)}")
+def _text(value: Any) -> str:
+    if isinstance(value, frozenset):
+        return ", ".join(sorted(value)) or "none"
+    if isinstance(value, tuple):
+        return " ".join(value) or "none"
+    if isinstance(value, Mapping):
+        names = {str(op): getattr(f, "__qualname__", type(f).__name__) for op, f in value.items()}
+        return ", ".join(f"{op}: {name}" for op, name in sorted(names.items())) or "none"
     return str(value)
+
+
+def _one_of(*choices: str) -> Callable[[str, Any], str]:
+    def check(name: str, value: Any) -> str:
+        if value not in choices:
+            raise OptionError(f"option {name!r} cannot be {value!r}.{_near(value, choices)}")
+        return str(value)
+
+    return check
+
+
+def _path(name: str, value: Any) -> Path | None:
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)) or not str(value):
+        raise OptionError(f"option {name!r} is the path of a file, not {value!r}")
+    return Path(value).absolute()
 
 
 def _op_names(name: str, value: Any) -> frozenset[str]:
@@ -144,12 +185,14 @@ def _positive(name: str, value: Any) -> float:
 
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "target": _target,
-    "fallback": _fallback,
+    "fallback": _one_of("host", "error"),
     "disabled_ops": _op_names,
     "keep_ops": _op_names,
     "decompositions": _decompositions,
     "flags": _flags,
     "bind_weights": _bool,
+    "bundle": _path,
+    "compile": _one_of("if_missing", "never", "eager"),
     "compile_time_limit_s": _positive,
     "compile_memory_limit_bytes": lambda name, value: int(_positive(name, value)),
 }

@@ -15,6 +15,8 @@ from torch._dynamo.utils import counters
 os.environ["NPU_IREE_CACHE"] = "off"  # tests count compiles; those of the cache turn it on
 sys.path.insert(0, str(Path(__file__).parent))  # for tolerances, calls and models.zoo
 
+from runtime_env import make_runtime_only_python
+
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> Iterator[None]:
@@ -29,6 +31,15 @@ def counts() -> Counter[str]:
     """The counters of npu_iree, from zero."""
     counters["npu_iree"].clear()
     return counters["npu_iree"]
+
+
+@pytest.fixture(scope="session")
+def runtime_only_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python interpreter with the project, torch and IREE's runtime, and no compiler.
+
+    Start it with `runtime_env.runtime_only_environment()`.
+    """
+    return make_runtime_only_python(tmp_path_factory.mktemp("runtime-only"))
 
 
 @pytest.fixture(params=["npu-local", "npu-virtual"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
 
@@ -65,6 +67,17 @@ class Capabilities:
     ops: Mapping[str, frozenset[str]]
     host: Mapping[str, str]
     limits: tuple[Limit, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of what the table says, wherever it was read from."""
+        ops = {op: sorted(dtypes) for op, dtypes in self.ops.items()}
+        rows = [
+            [sorted(row.ops), sorted(row.dtypes), row.empty, row.scalar, row.reason]
+            for row in self.limits
+        ]
+        text = json.dumps([ops, dict(self.host), rows], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def why_not(self, op: str, tensors: Iterable[torch.Tensor]) -> str | None:
         """Return why the target cannot run `op` on these tensors, or None if it can.

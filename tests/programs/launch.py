@@ -11,15 +11,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from runtime_env import runtime_only_environment
+
 FOLDER = Path(__file__).parent
 
 
-def start(program: str, *args: str, **env: str) -> subprocess.Popen[str]:
-    """Start a program, its pipes open."""
+def start(
+    program: str, *args: str, python: Path | None = None, **env: str
+) -> subprocess.Popen[str]:
+    """Start a program, its pipes open; with another Python, which then sees its own packages."""
     pipe = subprocess.PIPE
+    own = os.environ if python is None else runtime_only_environment()
     return subprocess.Popen(
-        [sys.executable, str(FOLDER / f"{program}.py"), *args],
-        stdin=pipe, stdout=pipe, stderr=pipe, text=True, env={**os.environ, **env},
+        [str(python or sys.executable), str(FOLDER / f"{program}.py"), *args],
+        stdin=pipe, stdout=pipe, stderr=pipe, text=True, env={**own, **env},
     )  # fmt: skip
 
 
@@ -30,9 +35,9 @@ def finish(process: subprocess.Popen[str], timeout_s: float = 300.0) -> list[dic
     return [json.loads(line) for line in out.splitlines()]
 
 
-def run(program: str, *args: str, **env: str) -> dict[str, Any]:
+def run(program: str, *args: str, python: Path | None = None, **env: str) -> dict[str, Any]:
     """Run a program that gives one answer."""
-    (answer,) = finish(start(program, *args, **env))
+    (answer,) = finish(start(program, *args, python=python, **env))
     return answer
 
 

@@ -1,0 +1,157 @@
+"""Models for bundles. `bundled.py save NAME FILE` builds and saves; `bundled.py run NAME FILE`
+runs from the file, and answers with what is right, counted, warned of and imported.
+
+`--options=JSON` adds options. Inputs and weights are the same in every process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import npu_iree
+from programs.cases import Messages
+
+Steps = Callable[[Callable[..., Any]], list[torch.Tensor]]
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+class Net(torch.nn.Module):
+    """Two layers with a host op between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.first(x))
+        return self.second(y - torch.median(y)) * 2
+
+
+class Broken(Net):
+    """The same with a graph break."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        return self.second(y).exp()
+
+
+class Plain(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.second(torch.relu(self.first(x))))
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    a = torch.relu(x)
+    b = torch.tanh(a)
+    return torch.sigmoid(b)
+
+
+def _infer(*sizes: int) -> Steps:
+    """Call once for each batch size, without gradients."""
+
+    def run(model: Callable[..., Any]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [model(_random(size, 8)) for size in sizes]
+
+    return run
+
+
+def _infer_other_weights(model: Any) -> list[torch.Tensor]:
+    with torch.no_grad():
+        before = model(_random(4, 8))
+        for parameter in model.parameters():
+            parameter.data.mul_(1.5)
+        return [before, model(_random(4, 8))]
+
+
+def _train(model: Any) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(_random(4, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *(p.grad for p in model.parameters())]
+
+
+# name -> what makes the model, what is done with it
+MODELS: dict[str, tuple[Callable[[], Callable[..., Any]], Steps]] = {
+    "host-op": (Net, _infer(4)),
+    "graph-break": (Broken, _infer(4)),
+    "dynamic": (Plain, _infer(4, 6, 9)),
+    "other-weights": (Plain, _infer_other_weights),
+    "training": (Plain, _train),
+    "plain": (Plain, _infer(4)),
+    "other-shape": (Plain, _infer(5)),
+    "other-dtype": (lambda: Plain().double(), lambda m: [m(_random(4, 8).double()).detach()]),
+    "refused": (lambda: _mixed, _infer(4)),
+}
+
+
+def result_of(steps: Steps, model: Callable[..., Any]) -> list[torch.Tensor] | str:
+    try:
+        return steps(model)
+    except Exception as error:
+        inner = getattr(error, "inner_exception", error)
+        return f"{type(inner).__name__}: {inner}"
+
+
+def main() -> None:
+    command, name, file = sys.argv[1:4]
+    texts = [arg.partition("=")[2] for arg in sys.argv[4:]]
+    options = json.loads(texts[0]) if texts else {}
+    if command == "run":
+        options = {"bundle": file, "compile": "never", **options}
+    messages = Messages()
+    for package in ("lowering", "npu_iree"):
+        logging.getLogger(package).addHandler(messages)
+    build, steps = MODELS[name]
+    compiled = torch.compile(build(), backend="npu_iree", options=options or None)
+    actual, expected = result_of(steps, compiled), result_of(steps, build())
+    if command == "save":
+        npu_iree.save_bundle(compiled, file)
+    error, away = (actual, None) if isinstance(actual, str) else ("", _away(actual, expected))
+    answer = {
+        "away": away,
+        "error": error,
+        "counts": dict(counters["npu_iree"]),
+        "warnings": messages.texts,
+        "compilers": [m for m in ("torch_mlir", "iree.compiler") if m in sys.modules],
+        "installed": [p for p in ("torch-mlir", "iree-base-compiler") if _is_installed(p)],
+    }
+    print(json.dumps(answer), flush=True)
+
+
+def _away(actual: Any, expected: Any) -> float:
+    pairs = zip(actual, expected, strict=True)
+    return max(float((a - e).abs().max() / e.abs().max()) for a, e in pairs)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()

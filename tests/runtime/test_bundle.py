@@ -1,0 +1,474 @@
+"""Bundles: saved in one process, run in another that has no compiler; refused with the reason."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import statistics
+import zipfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.exc import BackendCompilerFailed
+
+import npu_iree
+from lowering.archive import archive_bytes
+from lowering.bundle import FORMAT, MANIFEST, Bundle
+from lowering.errors import ArtifactError, NotCompiledError
+from lowering.key import IDENTITY, CacheKey
+from npu_iree import backend, bundles
+from programs.launch import run
+from tolerances import assert_same
+
+Members = dict[str, bytes]
+
+
+@pytest.mark.parametrize(
+    ("name", "hits"),
+    [("host-op", 3), ("graph-break", 2), ("dynamic", 2), ("other-weights", 1), ("training", 2)],
+)
+def test_what_one_process_saves_another_runs_without_a_compiler(
+    name: str, hits: int, tmp_path: Path, runtime_only_python: Path
+) -> None:
+    file = str(tmp_path / "model.npub")
+    saved = run("bundled", "save", name, file)
+    assert saved["counts"]["compiles"] >= 1
+    ran = run("bundled", "run", name, file, python=runtime_only_python)
+    assert (ran["error"], ran["compilers"], ran["installed"]) == ("", [], [])
+    assert ran["away"] == saved["away"] < 1e-5
+    assert ran["counts"]["bundle_hits"] == hits
+    assert not {"compiles", "cache_hits", "healed_ops", "denials"} & ran["counts"].keys()
+    for count in ("graphs", "regions", "host_ops"):
+        assert ran["counts"][count] == saved["counts"][count]
+
+
+def test_what_healing_found_is_found_in_the_bundle(
+    tmp_path: Path, runtime_only_python: Path
+) -> None:
+    file = tmp_path / "model.npub"
+    fault = "torch-to-linalg:abort:aten.tanh.default"
+    saved = run("bundled", "save", "refused", str(file), NPU_IREE_FAULT=fault)
+    assert saved["counts"]["healed_ops"] == 1
+    ran = run("bundled", "run", "refused", str(file), python=runtime_only_python)
+    assert (ran["error"], ran["warnings"]) == ("", [])
+    assert ran["counts"]["bundle_hits"] == ran["counts"]["regions"] == 2
+    (graph,) = Bundle(file).graphs.values()
+    assert [op.op for op in graph.host_ops] == ["aten.tanh.default"]
+    assert "died of SIGABRT" in graph.failed[1]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of a model that was called once, without gradients, with 4 rows of f32."""
+    file = tmp_path_factory.mktemp("plain") / "plain.npub"
+    run("bundled", "save", "plain", str(file))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("name", "difference"),
+    [
+        ("other-shape", "input x: f32[4,8] then, f32[5,8] now"),
+        ("host-op", "aten.median.default: 0 times then, 1 times now"),
+        ("training", "inference graphs only: save it after a call with gradients and backward()"),
+    ],
+)
+def test_never_says_what_differs(
+    name: str, difference: str, plain: Path, runtime_only_python: Path
+) -> None:
+    ran = run("bundled", "run", name, str(plain), python=runtime_only_python)
+    assert ran["error"].startswith("NotCompiledError: ")
+    assert difference in ran["error"]
+    assert str(plain) in ran["error"]
+    assert ran["compilers"] == []
+
+
+def test_eager_runs_the_graph_whole_and_warns_once(plain: Path, runtime_only_python: Path) -> None:
+    option = '--options={"compile": "eager"}'
+    ran = run("bundled", "run", "other-shape", str(plain), option, python=runtime_only_python)
+    assert (ran["error"], ran["away"], ran["compilers"]) == ("", 0.0, [])
+    (warning,) = ran["warnings"]
+    assert "runs on PyTorch's CPU kernels" in warning
+    assert "input x: f32[4,8] then, f32[5,8] now" in warning
+    ran = run("bundled", "run", "training", str(plain), option, python=runtime_only_python)
+    assert ran["error"] == ""
+    assert ran["away"] < 1e-5
+
+
+def test_if_missing_compiles_what_is_missing(plain: Path, runtime_only_python: Path) -> None:
+    option = '--options={"compile": "if_missing"}'
+    ran = run("bundled", "run", "plain", str(plain), option)
+    assert (ran["counts"]["bundle_hits"], ran["counts"].get("compiles")) == (1, None)
+    ran = run("bundled", "run", "other-shape", str(plain), option)
+    assert ran["away"] < 1e-5
+    assert (ran["counts"]["compiles"], ran["counts"].get("bundle_hits")) == (1, None)
+    ran = run("bundled", "run", "plain", str(plain), option, python=runtime_only_python)
+    assert "VersionError" in ran["error"]
+
+
+# In this process, on small functions:
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x) * 2
+
+
+X = torch.randn(4, 8)
+
+
+def saved(function: Callable[..., Any], file: Path, *args: Any, **options: Any) -> Path:
+    compiled = torch.compile(function, backend="npu_iree", options=options or None)
+    compiled(*(args or (X,)))
+    npu_iree.save_bundle(compiled, file)
+    torch._dynamo.reset()
+    return file
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of `doubled`."""
+    return saved(doubled, tmp_path_factory.mktemp("doubled") / "doubled.npub")
+
+
+def members(file: Path) -> Members:
+    with zipfile.ZipFile(file) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def call(file: Path, *args: Any, function: Callable[..., Any] = doubled, **options: Any) -> Any:
+    options = {"bundle": file, "compile": "never", **options}
+    compiled = torch.compile(function, backend="npu_iree", options=options)
+    return compiled(*(args or (X,)))
+
+
+def refusal(file: Path, *args: Any, **options: Any) -> str:
+    with pytest.raises(BackendCompilerFailed) as raised:
+        call(file, *args, **options)
+    inner = raised.value.inner_exception
+    assert isinstance(inner, (ArtifactError, NotCompiledError))
+    return str(inner)
+
+
+def test_a_bundle_runs_where_it_was_saved(file: Path, counts: Counter[str]) -> None:
+    assert_same(call(file), doubled(X))
+    assert (counts["bundle_hits"], counts["compiles"]) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "difference"),
+    [
+        ((X.double(),), {}, "input x: f32[4,8] then, f64[4,8] now"),
+        ((X[0],), {}, "input x: f32[4,8] then, f32[8] now"),
+        ((X.t().contiguous().t(),), {}, "f32[4,8] in memory order 1,0 now"),
+        ((X,), {"flags": ["--iree-opt-level=O1"]}, "option flags: none when it was saved"),
+        ((X,), {"flags": ["--iree-opt-level=O1"]}, "the nearest region differs in flags"),
+        ((X,), {"function": lambda x: torch.relu(x) * 3}, "then, %2 = aten.mul"),
+        ((X,), {"function": lambda x: torch.exp(x) * 2}, "aten.exp.default: 0 times then, 1"),
+    ],
+)
+def test_a_graph_that_is_not_in_it_is_told_from_the_nearest(
+    args: Any, options: Any, difference: str, file: Path
+) -> None:
+    assert difference in refusal(file, *args, **options)
+
+
+def test_an_op_sent_to_the_host_is_told_as_an_option(tmp_path: Path) -> None:
+    def both(x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(torch.tanh(x) * 2) + 1
+
+    file = saved(both, tmp_path / "x.npub")
+    text = refusal(file, function=both, disabled_ops=["exp"])
+    assert "option disabled_ops: none when it was saved, exp now" in text
+
+
+def test_a_changed_capability_table_is_told(file: Path, tmp_path: Path) -> None:
+    content = members(file)
+    manifest = json.loads(content[MANIFEST])
+    manifest["capabilities"] = "0" * 64
+    manifest["versions"]["torch"] = "2.0"
+    text = refusal(written(tmp_path, content, manifest), X.double())
+    assert "the capability table of target 'npu-local' has changed" in text
+    assert f"torch 2.0 when it was saved, {torch.__version__} now" in text
+
+
+def written(folder: Path, content: Members, manifest: Any) -> Path:
+    path = folder / "changed.npub"
+    path.write_bytes(archive_bytes({**content, MANIFEST: json.dumps(manifest).encode()}))
+    return path
+
+
+def test_a_bundle_for_another_target_is_refused(file: Path) -> None:
+    expected = f"cannot use {file}: it was saved for target 'npu-local', and this is 'npu-virtual'"
+    assert refusal(file, target="npu-virtual") == expected
+    assert refusal(file, target="npu-virtual", compile="if_missing") == expected
+
+
+def test_a_bundle_for_another_cpu_is_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = Bundle(file).origin.cpu
+    monkeypatch.setattr(backend, "host_cpu", lambda: "Other 123")
+    expected = f"cannot use {file}: its code is for the CPU {cpu!r}, and this is 'Other 123'"
+    assert refusal(file) == expected
+
+
+@pytest.mark.parametrize("found", [FORMAT + 1, 0, "1", None])
+def test_a_bundle_of_another_format_is_refused(found: Any, file: Path, tmp_path: Path) -> None:
+    content = members(file)
+    manifest = {**json.loads(content[MANIFEST]), "format": found}
+    path = written(tmp_path, content, manifest)
+    assert f"it has format {found!r}, and this version of npu_iree reads {FORMAT}" in refusal(path)
+
+
+def test_a_bundle_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "none.npub"
+    assert refusal(path) == f"cannot use {path}: No such file or directory"
+
+
+def test_options_that_contradict_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = npu_iree.Options.parse
+    with pytest.raises(npu_iree.OptionError, match="compile='eager' sends whole graphs there"):
+        parse({"compile": "eager", "fallback": "error"})
+    with pytest.raises(npu_iree.OptionError, match="'if_missing'"):
+        parse({"compile": "if-missing"})
+    with pytest.raises(npu_iree.OptionError, match="the path of a file"):
+        parse({"bundle": 3})
+    monkeypatch.setenv("NPU_IREE_CACHE", "off")
+    with pytest.raises(npu_iree.OptionError, match="no bundle and no cache"):
+        backend.compiler_for(parse({"compile": "never"}))
+
+
+def test_never_without_a_bundle_takes_what_the_cache_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: Counter[str]
+) -> None:
+    monkeypatch.setenv("NPU_IREE_CACHE", str(tmp_path))
+    with pytest.raises(BackendCompilerFailed, match=r"not in the cache.*\n.*it is empty"):
+        torch.compile(doubled, backend="npu_iree", options={"compile": "never"})(X)
+    torch.compile(doubled, backend="npu_iree")(X)
+    torch._dynamo.reset()
+    compiled = torch.compile(doubled, backend="npu_iree", options={"compile": "never"})
+    assert_same(compiled(X), doubled(X))
+    assert (counts["compiles"], counts["cache_hits"]) == (1, 1)
+    with pytest.raises(BackendCompilerFailed, match=r"differs in \['program'\]"):
+        compiled(X.double())
+
+
+def graphs_in(compiled: Any, file: Path) -> list[str]:
+    npu_iree.save_bundle(compiled, file)
+    return sorted(record.kind for record in Bundle(file).graphs.values())
+
+
+def test_a_bundle_holds_the_graphs_of_its_model_alone(tmp_path: Path) -> None:
+    one = torch.compile(torch.nn.Sequential(torch.nn.Linear(8, 4)), backend="npu_iree")
+    other = torch.compile(torch.nn.Sequential(torch.nn.ReLU()), backend="npu_iree")
+    with torch.no_grad():
+        one(X)
+        other(X)
+        other(torch.randn(3, 8, 2))
+    assert graphs_in(one, tmp_path / "one") == ["inference"]
+    assert graphs_in(other, tmp_path / "other") == ["inference"] * 2
+
+
+def test_a_graph_that_two_calls_of_torch_compile_share_is_in_the_bundles_of_both(
+    tmp_path: Path, counts: Counter[str]
+) -> None:
+    for make in (lambda: doubled, lambda: torch.nn.Linear(8, 4).requires_grad_(False)):
+        counts.clear()
+        one, other = (torch.compile(make(), backend="npu_iree") for _ in range(2))
+        one(X)
+        other(X)
+        assert counts["graphs"] == 1
+        assert graphs_in(one, tmp_path / "one") == ["inference"]
+        assert graphs_in(other, tmp_path / "other") == ["inference"]
+
+
+def test_a_module_that_is_compiled_in_place_is_saved(tmp_path: Path) -> None:
+    class Model(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    model = Model(8, 4)
+    model.compile(backend="npu_iree")
+    model(X).sum().backward()
+    assert graphs_in(model, tmp_path / "x") == ["backward", "forward"]
+
+
+def test_a_compiled_function_that_calls_another_keeps_its_graphs(tmp_path: Path) -> None:
+    inner = torch.compile(doubled, backend="npu_iree")
+
+    @torch.compile(backend="npu_iree")
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        y = x + 1
+        torch._dynamo.graph_break()
+        return inner(y).exp()
+
+    outer(X)
+    assert graphs_in(outer, tmp_path / "outer") == ["inference"] * 2
+    with pytest.raises(npu_iree.NpuIreeError, match="nothing was built"):
+        npu_iree.save_bundle(inner, tmp_path / "inner")
+
+
+def test_equal_content_is_saved_as_equal_bytes(tmp_path: Path) -> None:
+    compiled = torch.compile(doubled, backend="npu_iree")
+    compiled(X)
+    one, other = (npu_iree.save_bundle(compiled, tmp_path / name) for name in "ab")
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_save_says_that_nothing_was_built(tmp_path: Path) -> None:
+    path = tmp_path / "x.npub"
+    with pytest.raises(npu_iree.NpuIreeError, match="call it first"):
+        npu_iree.save_bundle(torch.compile(doubled, backend="npu_iree"), path)
+    eager = torch.compile(doubled, backend="eager")
+    eager(X)
+    with pytest.raises(npu_iree.NpuIreeError, match=r"backend=.npu_iree"):
+        npu_iree.save_bundle(eager, path)
+    for thing in (doubled, torch.nn.ReLU(), 3):
+        with pytest.raises(npu_iree.NpuIreeError, match="save_bundle takes what"):
+            npu_iree.save_bundle(thing, path)  # type: ignore[arg-type]
+    assert not path.exists()
+
+
+def test_save_says_where_it_cannot_write(tmp_path: Path) -> None:
+    place = tmp_path / "file"
+    place.write_text("not a folder")
+    with pytest.raises(ArtifactError, match="cannot be written"):
+        saved(doubled, place / "x.npub")
+    assert [*tmp_path.iterdir()] == [place]
+
+
+def test_what_was_built_is_forgotten_with_its_graph() -> None:
+    namespace: dict[str, Any] = {"torch": torch}
+    exec("def fresh(x):\n    return torch.relu(x) * 5", namespace)
+    gc.collect()
+    before = len(bundles._BUILT)
+    torch.compile(namespace["fresh"], backend="npu_iree")(X)
+    assert len(bundles._BUILT) == before + 1
+    del namespace["fresh"]
+    gc.collect()
+    assert len(bundles._BUILT) == before
+
+
+def test_a_replaced_bundle_is_read_again(file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.npub"
+    path.write_bytes(file.read_bytes())
+    assert_same(call(path), doubled(X))
+    saved(doubled, path, X.double())
+    torch._dynamo.reset()
+    assert "input x: f64[4,8] then" in refusal(path)
+    assert_same(call(path, X.double()), doubled(X.double()))
+
+
+# Damaged and made to do harm:
+
+
+def everything(path: Path) -> Any:
+    """Read all that a bundle holds."""
+    bundle = Bundle(path)
+    keys = [CacheKey(dict(zip(IDENTITY, parts, strict=True))) for parts in bundle.artifacts]
+    texts = {digest: bundle.text(digest) for digest in bundle.graphs}
+    return texts, [bundle.entry(key) for key in keys]
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_a_damaged_bundle_is_refused_or_as_it_was(
+    data: st.DataObject, file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    good = file.read_bytes()
+    damaged = bytearray(good)
+    if data.draw(st.booleans()):
+        damaged[data.draw(st.integers(0, len(good) - 1))] ^= data.draw(st.integers(1, 255))
+    else:
+        del damaged[data.draw(st.integers(0, len(good) - 1)) :]
+    path = tmp_path_factory.getbasetemp() / "damaged.npub"
+    path.write_bytes(damaged)
+    with contextlib.suppress(ArtifactError):
+        assert everything(path) == everything(file)
+
+
+leaves = st.none() | st.booleans() | st.integers(-2, 1 << 70) | st.floats() | st.text(max_size=8)
+junk = st.recursive(
+    leaves,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_a_manifest_that_lies_crashes_nothing(
+    data: st.DataObject, file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    content = members(file)
+    manifest = json.loads(content[MANIFEST])
+    where: Any = manifest
+    name = data.draw(st.sampled_from(sorted(where)))
+    while isinstance(where[name], (dict, list)) and where[name] and data.draw(st.booleans()):
+        where = where[name]
+        names = sorted(where) if isinstance(where, dict) else range(len(where))
+        name = data.draw(st.sampled_from(list(names)))
+    where[name] = data.draw(junk)
+    path = written(tmp_path_factory.getbasetemp(), content, manifest)
+    with contextlib.suppress(ArtifactError):
+        bundle = Bundle(path)
+        bundle.refuse_unless_for("npu-local", bundle.origin.cpu)
+        everything(path)
+
+
+@pytest.mark.parametrize("manifest", [b"", b"{", b"null", b"[]", b"3", b"\xff", b"[" * 100_000])
+def test_a_manifest_that_is_none_is_refused(manifest: bytes, file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.npub"
+    path.write_bytes(archive_bytes({**members(file), MANIFEST: manifest}))
+    assert str(path) in refusal(path)
+
+
+def test_a_record_that_names_ops_that_are_not_there_is_refused(file: Path, tmp_path: Path) -> None:
+    content = members(file)
+    manifest = json.loads(content[MANIFEST])
+    manifest["graphs"][0]["failed"] = {"99": "because"}
+    assert "names an op that is not in it" in refusal(written(tmp_path, content, manifest))
+
+
+def test_an_artifact_in_the_place_of_another_is_refused(file: Path, tmp_path: Path) -> None:
+    def other(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) * 7
+
+    (theirs,) = (
+        data for name, data in members(saved(other, tmp_path / "o")).items() if "npua" in name
+    )
+    content = members(file)
+    (name,) = (name for name in content if "npua" in name)
+    path = tmp_path / "x.npub"
+    path.write_bytes(archive_bytes({**content, name: theirs}))
+    assert "is not what its manifest says" in refusal(path)
+
+
+def test_a_renamed_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.npub"
+    path.write_bytes(archive_bytes({"a/data.pkl": b"..."}))
+    assert refusal(path) == f"cannot use {path}: it has no member 'bundle.json'"
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["bert", "resnet50", "llama", "vit", "gpt2"])
+def test_a_first_call_costs_at_most_1_3_of_aot_eager(
+    name: str, tmp_path: Path, runtime_only_python: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = str(tmp_path / "x.npub")
+    run("first_call", name, "save", file)
+    ratios = []
+    for _ in range(5):
+        eager = run("first_call", name, "aot_eager", file, python=runtime_only_python)
+        ours = run("first_call", name, "run", file, python=runtime_only_python)
+        ratios.append(ours["first_call_s"] / eager["first_call_s"])
+    logging.getLogger(__name__).info("%s: %s", name, ratios)
+    assert statistics.median(ratios) <= 1.3
