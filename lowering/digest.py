@@ -1,8 +1,9 @@
-"""SHA-256 of what identifies things here: texts, bytes and tensors."""
+"""SHA-256 of what identifies things here: texts, files and tensors."""
 
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import torch
 
@@ -10,6 +11,12 @@ import torch
 def text_digest(text: str) -> str:
     """Return the SHA-256 of a text, in hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes, in hexadecimal, as `sha256sum` prints it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

@@ -22,7 +22,7 @@ from lowering.manifest import Argument, Call, Manifest
 from lowering.signature import ScalarSpec
 from lowering.vmfb import unpack
 from npu_iree.array import DeviceArray
-from npu_iree.cli.exits import as_json, exit_code
+from npu_iree.cli.exits import telling_errors
 from npu_iree.errors import ArgumentError, NpuIreeError, OptionError
 from npu_iree.offline.entry import LoadedEntry
 from npu_iree.offline.load import load
@@ -62,16 +62,17 @@ def run_command(
     as_json_: AsJson = False,
 ) -> None:
     """Run an artifact on inputs from files, and write or show its results."""
-    function = _function(artifact, entry, target, params)
-    arguments = _arguments(function, inputs, sizes)
     times = []
-    for _ in range(repeat):
-        started = time.perf_counter()
-        results = function.call_flat(arguments)
-        times.append(time.perf_counter() - started)
-    tensors = {f"output{i}": r for i, r in enumerate(results) if isinstance(r, torch.Tensor)}
-    if output is not None:
-        _write(output, tensors)
+    with telling_errors(console, as_json_=as_json_):
+        function = _function(artifact, entry, target, params)
+        arguments = _arguments(function, inputs, sizes)
+        for _ in range(repeat):
+            started = time.perf_counter()
+            results = function.call_flat(arguments)
+            times.append(time.perf_counter() - started)
+        tensors = {f"output{i}": r for i, r in enumerate(results) if isinstance(r, torch.Tensor)}
+        if output is not None:
+            _write(output, tensors)
     rows: list[dict[str, Any]] = [
         {"name": n, "shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
         for n, t in tensors.items()
@@ -89,14 +90,9 @@ def run_command(
 
 def inspect_command(artifact: Artifact, as_json_: AsJson = False) -> None:
     """Show what an artifact is: signature, sizes, dispatches, parameters, where it came from."""
-    try:
+    with telling_errors(console, as_json_=as_json_):
         manifest, module = unpack(artifact)
         facts = {**_facts(artifact, manifest), "dispatches": _dispatches(module)}
-    except NpuIreeError as error:
-        if not as_json_:
-            raise
-        console.print_json(json.dumps(as_json(error)))
-        raise SystemExit(exit_code(error)) from error
     if as_json_:
         console.print_json(json.dumps({**facts, "manifest": json.loads(manifest.to_json())}))
         return
@@ -122,19 +118,20 @@ def bench_command(
     as_json_: AsJson = False,
 ) -> None:
     """Time an artifact: latency of a call, and throughput with several calls in flight."""
-    function = _function(artifact, entry, target, params)
-    arguments = _arguments(function, inputs, sizes, drawn=True)
-    for _ in range(max(2, calls // 10)):
-        function.call_flat(arguments)
-    times = sorted(_timed(function, arguments) for _ in range(calls))
-    figures: dict[str, Any] = {
-        "calls": calls,
-        "latency_ms": {
-            f"p{p}": times[min(calls - 1, calls * p // 100)] * 1e3 for p in (50, 90, 99)
-        },
-        "in_flight": in_flight,
-        "calls_per_second": _throughput(function, arguments, calls, in_flight),
-    }
+    with telling_errors(console, as_json_=as_json_):
+        function = _function(artifact, entry, target, params)
+        arguments = _arguments(function, inputs, sizes, drawn=True)
+        for _ in range(max(2, calls // 10)):
+            function.call_flat(arguments)
+        times = sorted(_timed(function, arguments) for _ in range(calls))
+        figures: dict[str, Any] = {
+            "calls": calls,
+            "latency_ms": {
+                f"p{p}": times[min(calls - 1, calls * p // 100)] * 1e3 for p in (50, 90, 99)
+            },
+            "in_flight": in_flight,
+            "calls_per_second": _throughput(function, arguments, calls, in_flight),
+        }
     if as_json_:
         console.print_json(json.dumps(figures))
         return
