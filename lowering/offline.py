@@ -18,7 +18,7 @@ from lowering.decompositions import decomposition_table
 from lowering.digest import tensor_digest
 from lowering.dtypes import dtype_name
 from lowering.errors import StageError, UnsupportedOpError
-from lowering.export import Export, ExportError, capture_export, written_buffers
+from lowering.export import Export, ExportError, capture_export, functional, written_buffers
 from lowering.heal import Healer
 from lowering.key import compiler_build
 from lowering.manifest import Manifest, Parameter
@@ -55,8 +55,9 @@ def capture_exports(
         ExportError: they cannot be held by one artifact; says why.
     """
     table = decomposition_table(keep_ops)
+    programs = {name: functional(program, table) for name, program in programs.items()}
     written = frozenset().union(*(written_buffers(n, p) for n, p in programs.items()))
-    exports = [capture_export(n, p, table, written) for n, p in programs.items()]
+    exports = [capture_export(n, p, written) for n, p in programs.items()]
     _shared_tensors(exports)
     return exports
 

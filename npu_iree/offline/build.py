@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 from lowering.cache import write_atomically
 from lowering.compiler import Compiler
 from lowering.errors import ArtifactError
+from lowering.export import ExportError
 from lowering.manifest import Manifest
 from lowering.offline import OfflineProgram, capture_exports, check_exports, compile_exports
 from lowering.pipeline import stop_after
@@ -109,6 +110,7 @@ def write_artifact(
             builder = replace(builder, toolchain=replace(builder.toolchain, flags=flags))
             made = compile_exports(exports, builder, driver=options.driver)
             made = _without_flags(made, _import_flags(file))
+            _check_embedded(made.manifest)
     else:
         name = beside.name if tensors else ""
         made = compile_exports(
@@ -145,6 +147,17 @@ def write_stage(
         write_atomically(Path(path), product)
     except OSError as error:
         raise ArtifactError(Path(path), f"it cannot be written: {error}") from error
+
+
+def _check_embedded(manifest: Manifest) -> None:
+    """Refuse to embed what is no constant of the module: calls change it, or hand it out."""
+    outputs = [source for call in manifest.entries.values() for source in call.outputs]
+    returned = {source.name for source in outputs if source.kind == "parameter"}
+    if names := sorted({*manifest.states, *returned}):
+        raise ExportError(
+            f"{', '.join(names)} cannot be embedded: calls write to it or return it. Keep the "
+            "parameters in a file beside the artifact (--params split)"
+        )
 
 
 def _import_flags(file: Path) -> Sequence[str]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from npu_iree.errors import ArgumentError
 from npu_iree.executable import Executable
 from npu_iree.offline.arguments import by_name, check_argument
 from npu_iree.offline.sizes import check_ranges, evaluate
+from npu_iree.offline.states import State, States
 from npu_iree.offline.trees import read_tree
 
 
@@ -36,21 +36,22 @@ class LoadedEntry:
         executable: Executable,
         device: Device,
         parameters: Mapping[str, torch.Tensor],
-        states: dict[str, Any],
-        lock: threading.Lock,
+        states: States,
     ) -> None:
         self.name, self.call = name, call
         self._function = executable.functions[name]
         self._device = device
         self._parameters = parameters
         self._states = states
-        self._lock = lock
         self._in_tree, self._out_tree = read_tree(call.in_tree), read_tree(call.out_tree)
         self._crossings = [
             Crossing.of(f"result {i}", s.order) for i, s in enumerate(call.function.outputs)
         ]
         read = [*call.outputs, *(s for target, s in call.writes if target.kind == "argument")]
         self._fetched = sorted({s.index for s in read if s.kind == "result"})
+        self._written = {t.name: s.index for t, s in call.writes if t.kind == "state"}
+        used = [*call.takes, *call.outputs]
+        self._is_stateful = bool(self._written) or any(s.kind == "state" for s in used)
         self._check()
 
     def _check(self) -> None:
@@ -60,7 +61,11 @@ class LoadedEntry:
         for source in (*self.call.takes, *self.call.outputs, *writes):
             if not 0 <= source.index < limits.get(source.kind, 1) and source.kind in limits:
                 raise ValueError(f"{self.name}: there is no {source.kind} {source.index}")
-            names = {"state": self._states, "parameter": self._parameters}.get(source.kind)
+            known: dict[str, Container[str]] = {
+                "state": self._states,
+                "parameter": self._parameters,
+            }
+            names = known.get(source.kind)
             if names is not None and source.name not in names:
                 raise ValueError(f"{self.name}: there is no {source.kind} {source.name!r}")
         if len(self.call.takes) != len(self.call.function.inputs):
@@ -91,14 +96,17 @@ class LoadedEntry:
             results: list[Any] = self._run(leaves, imported, in_place=True)
             arrays = [results[i] for i in self._fetched]
             crossings = [self._crossings[i] for i in self._fetched]
-            tensors = fetch(self._device, arrays, crossings, "the caller", imported)
+            kept = [results[i] for i in self._written.values()]
+            tensors = fetch(self._device, arrays, crossings, "the caller", imported, kept)
             self._advance(results)
+            states = self._returned_states()
         for i, tensor in zip(self._fetched, tensors, strict=True):
             results[i] = tensor
         for target, source in self.call.writes:
             if target.kind == "argument":
                 leaves[target.index].copy_(results[source.index])
-        return self._outputs(results, leaves, sizes)
+        states = {n: _host_copy(value) for n, value in states.items()}
+        return self._outputs(results, leaves, sizes, states)
 
     def submit(self, *args: Any, **kwargs: Any) -> Any:
         """Run it without waiting: results are handles (`DeviceArray`), in the model's structure.
@@ -118,22 +126,23 @@ class LoadedEntry:
         with self._turn():
             results = self._run(leaves, [], in_place=False)
             self._advance(results)
-        return self._outputs(results, leaves, sizes)
+            states = self._returned_states()
+        return self._outputs(results, leaves, sizes, states)
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
         """Let calls that read and write states run one after the other."""
-        if not any(source.kind == "state" for source in self.call.takes):
-            yield
-            return
-        with self._lock:
+        with self._states.lock if self._is_stateful else contextlib.nullcontext():
             yield
 
     def _advance(self, results: Sequence[DeviceArray]) -> None:
         """Let the states be what a call has made of them."""
-        for target, source in self.call.writes:
-            if target.kind == "state":
-                self._states[target.name] = results[source.index]
+        if self._written:
+            self._states.advance({n: results[i] for n, i in self._written.items()})
+
+    def _returned_states(self) -> dict[str, Any]:
+        names = {s.name for s in self.call.outputs if s.kind == "state"}
+        return {n: value for n, value in self._states.current().items() if n in names}
 
     def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Flatten the arguments in the order compiled for; they may be named or not."""
@@ -148,10 +157,11 @@ class LoadedEntry:
     def _run(
         self, leaves: Sequence[Any], imported: list[torch.Tensor], *, in_place: bool
     ) -> list[DeviceArray]:
-        args = []
+        args: list[Any] = []
+        states = self._states.current() if self._is_stateful else {}
         for source, spec in zip(self.call.takes, self.call.function.inputs, strict=True):
             is_state = source.kind == "state"
-            value = self._states[source.name] if is_state else leaves[source.index]
+            value = states[source.name] if is_state else leaves[source.index]
             if isinstance(value, torch.Tensor) and isinstance(spec, TensorSpec):
                 name = source.name or self.call.arguments[source.index].name
                 value = self._put(
@@ -184,9 +194,15 @@ class LoadedEntry:
         return sizes
 
     def _outputs(
-        self, results: Sequence[Any], leaves: Sequence[Any], sizes: Mapping[str, int]
+        self,
+        results: Sequence[Any],
+        leaves: Sequence[Any],
+        sizes: Mapping[str, int],
+        states: Mapping[str, Any],
     ) -> list[Any]:
-        return [self._output(source, results, leaves, sizes) for source in self.call.outputs]
+        return [
+            self._output(source, results, leaves, sizes, states) for source in self.call.outputs
+        ]
 
     def _output(
         self,
@@ -194,6 +210,7 @@ class LoadedEntry:
         results: Sequence[Any],
         leaves: Sequence[Any],
         sizes: Mapping[str, int],
+        states: Mapping[str, Any],
     ) -> Any:
         match source.kind:
             case "result":
@@ -201,9 +218,14 @@ class LoadedEntry:
             case "argument":
                 return leaves[source.index]
             case "parameter":
-                return self._parameters[source.name]
+                return self._parameters[source.name].clone()  # a mapped file is not for writing
             case "state":
-                return self._states[source.name]
+                return states[source.name]
             case "size":
                 return evaluate(source.name, sizes)
         return source.value
+
+
+def _host_copy(state: State) -> torch.Tensor:
+    """Return the value of a state; what a caller does to it does not reach the state."""
+    return (state.to_host() if isinstance(state, DeviceArray) else state).clone()
