@@ -75,12 +75,21 @@ class Export:
     def region(self) -> Region:
         """Extract all of it as one region, its parameters named as in the `state_dict`.
 
+        For tools that know no manifest, its function takes the arguments in the model's order, then
+        the states, and gives the results in the model's order, then what is written.
+
         Raises:
             ExportError: it computes nothing.
         """
         if not self.captured.nodes:
             raise ExportError(f"entry point {self.name!r} computes nothing")
-        return extract_region(self.segment, self.captured.weights, self.parameters)
+        specs = self.program.graph_signature.output_specs
+        pairs = [*zip(specs, self.captured.outputs, strict=True)]
+        results = [v for spec, v in pairs if spec.kind in _RESULTS]
+        written = [v for spec, v in pairs if spec.kind not in _RESULTS]
+        nodes = [v for v in (*results, *written) if isinstance(v, fx.Node)]
+        order = (*self.captured.inputs, *nodes)
+        return extract_region(self.segment, self.captured.weights, self.parameters, order)
 
     def call(self, region: Region) -> Call:
         """Say how a call of the program becomes a call of the region's function."""

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,6 +41,7 @@ class HostOps(StrEnum):
 
 
 NONE: list[str] = []
+Tell = Callable[[str], None]
 
 
 def compile_command(
@@ -188,7 +189,7 @@ def _make(
     flags: list[str],
     host_ops: HostOps,
     bundle: bool,
-    tell: Any,
+    tell: Tell,
 ) -> dict[str, Any]:
     """Write what was asked for; return what is to be told of it."""
     from npu_iree.offline.build import BuildOptions, write_artifact, write_stage
@@ -256,32 +257,47 @@ def _print(made: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Any]:
-    """Show what is being done: the stages tell it by their log."""
+def _progress() -> Iterator[Tell]:
+    """Show what is being done: in one line of a terminal, or line by line in a log."""
+    if not err_console.is_terminal:
+        with _telling_stages(_print_line):
+            yield _print_line
+        return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    log = logging.getLogger("lowering.pipeline")
     with Progress(*columns, console=err_console, transient=True) as progress:
         task = progress.add_task("starting")
 
         def tell(text: str) -> None:
             progress.update(task, description=text)
 
-        handler, level, propagate = _Teller(tell), log.level, log.propagate
-        log.addHandler(handler)
-        log.setLevel(logging.DEBUG)
-        log.propagate = level not in (logging.NOTSET,) and propagate
-        try:
+        with _telling_stages(tell):
             yield tell
-        finally:
-            log.removeHandler(handler)
-            log.setLevel(level)
-            log.propagate = propagate
+
+
+def _print_line(text: str) -> None:
+    err_console.print(escape(text), highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _telling_stages(tell: Tell) -> Iterator[None]:
+    """Tell what the stages log."""
+    log = logging.getLogger("lowering.pipeline")
+    handler, level, propagate = _Teller(tell), log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    log.propagate = level not in (logging.NOTSET,) and propagate
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagate
 
 
 class _Teller(logging.Handler):
     """Hands the stages' messages to a progress display."""
 
-    def __init__(self, tell: Any) -> None:
+    def __init__(self, tell: Tell) -> None:
         super().__init__(logging.DEBUG)
         self._tell = tell
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from npu_iree.device import Device
 from npu_iree.errors import ArgumentError
 from npu_iree.executable import Executable
 from npu_iree.offline.arguments import by_name, check_argument
-from npu_iree.offline.sizes import check_ranges, evaluate
+from npu_iree.offline.sizes import check_ranges, evaluate, places_of
 from npu_iree.offline.states import State, States
 from npu_iree.offline.trees import read_tree
 
@@ -49,6 +50,10 @@ class LoadedEntry:
         ]
         read = [*call.outputs, *(s for target, s in call.writes if target.kind == "argument")]
         self._fetched = sorted({s.index for s in read if s.kind == "result"})
+        self._written_arguments = [t.index for t, _ in call.writes if t.kind == "argument"]
+        self._places = places_of(
+            {a.name: a.spec.shape for a in call.arguments if isinstance(a.spec, TensorSpec)}
+        )
         self._written = {t.name: s.index for t, s in call.writes if t.kind == "state"}
         used = [*call.takes, *call.outputs]
         self._is_stateful = bool(self._written) or any(s.kind == "state" for s in used)
@@ -120,7 +125,7 @@ class LoadedEntry:
 
     def submit_flat(self, leaves: Sequence[Any]) -> list[Any]:
         """Do what `submit` does, with the leaves of the arguments, for the leaves of the result."""
-        if any(target.kind == "argument" for target, _ in self.call.writes):
+        if self._written_arguments:
             raise ArgumentError(f"{self.name} writes to an argument, so somebody has to wait")
         sizes = self._checked(leaves)
         with self._turn():
@@ -150,7 +155,9 @@ class LoadedEntry:
         if names:
             args, kwargs = by_name(self.name, names, count, args, kwargs)
         try:
-            return list(self._in_tree.flatten((tuple(args), dict(kwargs))))
+            positional, named = self._in_tree.children
+            positional = replace(positional, keys=tuple(names[:count]) or None)  # for its errors
+            return [*positional.flatten(tuple(args)), *named.flatten(dict(kwargs))]
         except TypeError as error:
             raise ArgumentError(f"{self.name}: {error}") from error
 
@@ -183,7 +190,13 @@ class LoadedEntry:
         try:
             for argument, value in zip(self.call.arguments, leaves, strict=True):
                 check_argument(argument, value, sizes)
-            check_ranges(sizes, self.call.symbols)
+            for i in self._written_arguments:
+                if isinstance(leaves[i], DeviceArray):
+                    raise ValueError(
+                        f"{self.call.arguments[i].name} is a handle, and the call writes to it; "
+                        "give a CPU tensor"
+                    )
+            check_ranges(sizes, self.call.symbols, self._places)
         except ValueError as error:
             raise ArgumentError(f"{self.name}: {error}") from error
         for argument, value in zip(self.call.arguments, leaves, strict=True):

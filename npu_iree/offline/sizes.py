@@ -98,8 +98,17 @@ def match_shape(
             raise ValueError(f"dimension {dim} of {name} is {size}, not {expected}{symbol}")
 
 
-def check_ranges(sizes: Mapping[str, int], ranges: Mapping[str, tuple[int, int | None]]) -> None:
+def check_ranges(
+    sizes: Mapping[str, int],
+    ranges: Mapping[str, tuple[int, int | None]],
+    places: Mapping[str, str],
+) -> None:
     """Check that sizes are in the ranges that were compiled for.
+
+    Args:
+        sizes: symbol -> size.
+        ranges: symbol -> least and largest size.
+        places: symbol -> where a user sees it.
 
     Raises:
         ValueError: one is not.
@@ -107,5 +116,16 @@ def check_ranges(sizes: Mapping[str, int], ranges: Mapping[str, tuple[int, int |
     for symbol, (low, high) in ranges.items():
         size = sizes.get(symbol)
         if size is not None and (size < low or (high is not None and size > high)):
-            limits = f"at least {low}" if high is None else f"from {low} to {high}"
-            raise ValueError(f"the size {symbol} is {size}, and the artifact is for {limits}")
+            limits = f"{low} or more" if high is None else f"{low} to {high}"
+            place = places.get(symbol, "a size")
+            raise ValueError(f"{place} is {size}, and the artifact is for {limits} ({symbol})")
+
+
+def places_of(shapes: Mapping[str, Sequence[int | str]]) -> dict[str, str]:
+    """Return where each symbol is seen first, e.g. `dimension 1 of x`, from shapes by name."""
+    found: dict[str, str] = {}
+    for name, shape in shapes.items():
+        for dim, size in enumerate(shape):
+            if isinstance(size, str):
+                found.setdefault(size, f"dimension {dim} of {name}")
+    return found

@@ -1,4 +1,4 @@
-"""The buffers that calls write to: on the device, and as the last call that did not fail left them."""
+"""The buffers that calls write to: on the device, as the last call that did not fail left them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class States:
         self.lock = threading.Lock()
         self._versions: list[Mapping[str, State]] = [tensors]
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._versions[0]
 
     def current(self) -> Mapping[str, State]:
