@@ -15,7 +15,7 @@ from lowering.bisect import diagnose
 from lowering.build import Builder
 from lowering.capabilities import Capabilities
 from lowering.decompositions import decomposition_table
-from lowering.digest import tensor_digest
+from lowering.digest import is_same_value, tensor_digest
 from lowering.dtypes import dtype_name
 from lowering.errors import StageError, UnsupportedOpError
 from lowering.export import Export, ExportError, capture_export, functional, written_buffers
@@ -147,17 +147,12 @@ def _shared_tensors(exports: Sequence[Export]) -> dict[str, torch.Tensor]:
     for export in exports:
         for name, tensor in export.tensors.items():
             known = shared.setdefault(name, tensor)
-            if known is not tensor and not _is_equal(known, tensor):
+            if known is not tensor and not is_same_value(known, tensor):
                 raise ExportError(
                     f"parameter {name} is another tensor in entry point {export.name!r} than in "
                     "the ones before it; entry points of one artifact share their parameters"
                 )
     return shared
-
-
-def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    same_kind = one.dtype == other.dtype and one.shape == other.shape
-    return same_kind and (one.data_ptr() == other.data_ptr() or torch.equal(one, other))
 
 
 def _parameters(

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from iree.runtime import _binding as hal
 
-from lowering.digest import tensor_digest
+from lowering.digest import is_same_value, tensor_digest
 from lowering.dtypes import DTYPES, dtype_name
 from lowering.errors import ArtifactError
 from lowering.manifest import Manifest, Parameter
@@ -68,7 +68,10 @@ def save_parameters(tensors: Mapping[str, torch.Tensor], path: str | os.PathLike
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".npu-iree-", dir=path.parent) as folder:
             scratch = Path(folder) / f"parameters{path.suffix}"
+            scratch.touch()
+            permissions = scratch.stat().st_mode  # as for any file; the writers give fewer
             _WRITERS[path.suffix](dense, scratch)
+            scratch.chmod(permissions)
             os.replace(scratch, path)
     except OSError as error:
         raise ArtifactError(path, f"it cannot be written: {error}") from error
@@ -164,6 +167,7 @@ class Parameters:
         ]
         if wrong:
             raise ArtifactError(path, f"corrupted (the checksum differs): {_listed(wrong)}")
+        _check_ties(path, manifest, {n: _tensor(views[n], p) for n, p in _tied(manifest, views)})
         return cls(tensors)
 
     @classmethod
@@ -173,10 +177,14 @@ class Parameters:
         Raises:
             ArtifactError: a tensor is missing, extra or misshapen; names them all.
         """
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise ArtifactError("params", f"{name} is no tensor but {type(tensor).__name__}")
         stored = {
             n: _Stored(dtype_name(t.dtype), tuple(t.shape), t.nbytes) for n, t in tensors.items()
         }
         chosen = _choose("params", stored, manifest)
+        _check_ties("params", manifest, {n: tensors[n] for n, _ in _tied(manifest, tensors)})
         dense = torch.contiguous_format
         return cls(
             {
@@ -203,6 +211,22 @@ def _choose(path: Path | str, stored: Mapping[str, _Stored], manifest: Manifest)
     if problems:
         raise ArtifactError(path, "its tensors are not the artifact's:\n  " + "\n  ".join(problems))
     return chosen
+
+
+def _tied(manifest: Manifest, known: Collection[str]) -> list[tuple[str, Parameter]]:
+    """Return those names that are known of parameters that have several."""
+    parameters = [p for p in manifest.parameters if p.aliases]
+    return [(n, p) for p in parameters for n in (p.name, *p.aliases) if n in known]
+
+
+def _check_ties(path: Path | str, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors that differ where the artifact has one: it would not be what was trained."""
+    for parameter in manifest.parameters:
+        same = [n for n in (parameter.name, *parameter.aliases) if n in tensors]
+        if any(not is_same_value(tensors[same[0]], tensors[n]) for n in same[1:]):
+            raise ArtifactError(
+                path, f"{', '.join(same)} are one tensor in the artifact, and differ here"
+            )
 
 
 def _misfit(stored: _Stored, parameter: Parameter) -> tuple[str, str] | None:

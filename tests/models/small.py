@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,9 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
+from npu_iree.offline.build import BuildOptions, write_artifact
+
+_IRPA = BuildOptions()
 LENGTH = 6  # of the caches
 
 
@@ -161,34 +165,53 @@ class Peek(nn.Module):
         return self.keys, self.count, x + self.count
 
 
-def _seeded(*sizes: int) -> torch.Tensor:
+class Net(nn.Module):
+    """A small model with parameters of several shapes and dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.scale = nn.Parameter(torch.rand(3).double() + 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x))) * self.scale.float()
+
+
+def seeded(*sizes: int) -> torch.Tensor:
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(sum(sizes)))
+
+
+def compiled(models: Mapping[str, SmallModel], path: Path, options: BuildOptions = _IRPA) -> Path:
+    """Compile models as entry points of one artifact."""
+    write_artifact({name: model.export() for name, model in models.items()}, path, options)
+    return path
 
 
 def signatures() -> dict[str, SmallModel]:
     """Models that share no parameter: entry points of one artifact."""
     torch.manual_seed(0)
-    batch = {"first": _seeded(2, 3), "rest": (_seeded(2, 3), _seeded(4))}
-    image = _seeded(2, 3, 8, 8).to(memory_format=torch.channels_last)
-    wave = torch.complex(_seeded(3), _seeded(3).flip(0))
+    batch = {"first": seeded(2, 3), "rest": (seeded(2, 3), seeded(4))}
+    image = seeded(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    wave = torch.complex(seeded(3), seeded(3).flip(0))
     mask, size = torch.tensor([True, False, True]), Dim("size", min=1, max=9)
     return {
-        "nested": SmallModel(Nested(), (batch, Point(_seeded(2), _seeded(2, 1)))),
+        "nested": SmallModel(Nested(), (batch, Point(seeded(2), seeded(2, 1)))),
         "outputs": SmallModel(
-            Outputs(), (_seeded(5, 2), 3, True), dynamic={"x": {0: size}, "n": None, "flag": None}
+            Outputs(), (seeded(5, 2), 3, True), dynamic={"x": {0: size}, "n": None, "flag": None}
         ),
         "keywords": SmallModel(
-            Keywords(), (_seeded(3),), {"y": _seeded(4)[1:], "scale": torch.tensor(2.0)}
+            Keywords(), (seeded(3),), {"y": seeded(4)[1:], "scale": torch.tensor(2.0)}
         ),
         "dtypes": SmallModel(
             Dtypes(),
-            (_seeded(3).double(), torch.tensor([1, -5, 9]), mask, _seeded(3).bfloat16(), wave),
+            (seeded(3).double(), torch.tensor([1, -5, 9]), mask, seeded(3).bfloat16(), wave),
         ),
         "channels_last": SmallModel(ChannelsLast(), (image,)),
         "zero_d": SmallModel(ZeroD(), (torch.tensor(2.5),)),
-        "writes_input": SmallModel(WritesInput(), (_seeded(3), _seeded(3, 1).view(3))),
+        "writes_input": SmallModel(WritesInput(), (seeded(3), seeded(3, 1).view(3))),
         "tied": SmallModel(Tied(), (torch.tensor([[1, 2, 9]]),)),
-        "constants": SmallModel(Constants(), (_seeded(2, 3),)),
+        "constants": SmallModel(Constants(), (seeded(2, 3),)),
     }
 
 
@@ -197,6 +220,6 @@ def cached() -> dict[str, SmallModel]:
     torch.manual_seed(0)
     cache = Cache()
     return {
-        "step": SmallModel(cache, (_seeded(1, 4),)),
-        "peek": SmallModel(Peek(cache), (_seeded(1),)),
+        "step": SmallModel(cache, (seeded(1, 4),)),
+        "peek": SmallModel(Peek(cache), (seeded(1),)),
     }

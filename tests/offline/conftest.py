@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 
 from command import end, start
 from models.exported import MODELS, save
-from models.small import SmallModel, cached, signatures
-from npu_iree.offline.build import BuildOptions, write_artifact
+from models.small import Net, SmallModel, cached, compiled, signatures
+from npu_iree.offline.build import BuildOptions
 
 
 @pytest.fixture(scope="session")
@@ -49,22 +48,6 @@ def cache_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compiled(cached(), tmp_path_factory.mktemp("cache") / "cache.vmfb")
 
 
-IRPA = BuildOptions()
-
-
-class Net(torch.nn.Module):
-    """A small model with parameters of several shapes and dtypes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.first, self.second = torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)
-        self.scale = torch.nn.Parameter(torch.rand(3).double() + 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.relu(self.first(x))) * self.scale.float()
-
-
 @pytest.fixture(scope="session")
 def net(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The artifact of a `Net`, with a dynamic batch; its parameters are in `net.safetensors`."""
@@ -72,8 +55,3 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = SmallModel(Net(), (torch.ones(2, 4),), dynamic={"x": {0: batch}})
     path = tmp_path_factory.mktemp("net") / "net.vmfb"
     return compiled({"main": model}, path, BuildOptions(params="safetensors"))
-
-
-def compiled(models: Mapping[str, SmallModel], path: Path, options: BuildOptions = IRPA) -> Path:
-    write_artifact({name: model.export() for name, model in models.items()}, path, options)
-    return path

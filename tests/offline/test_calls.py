@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import npu_iree
-from models.small import Cache, Point, SmallModel, Unknown, _seeded, cached, signatures
+from models.small import Cache, Point, SmallModel, Unknown, cached, seeded, signatures
 from npu_iree.offline.load import LoadedProgram
 from tolerances import assert_same
 
@@ -168,7 +168,7 @@ def test_a_parameter_that_is_returned_can_be_written_to(program: LoadedProgram) 
 @torch.no_grad()
 def test_a_state_stays_on_the_device(cache: LoadedProgram, eager_cache: Cache) -> None:
     for i in range(4):
-        x = _seeded(1, 4) * i
+        x = seeded(1, 4) * i
         with npu_iree.record_transfers() as ledger:
             actual = cache.step(x)
         assert_same(actual, eager_cache(x))
@@ -183,7 +183,7 @@ def test_a_state_stays_on_the_device(cache: LoadedProgram, eager_cache: Cache) -
 @torch.no_grad()
 def test_a_state_belongs_to_the_device_alone(cache: LoadedProgram, eager_cache: Cache) -> None:
     """What a call returns may be the very memory of a state: writing to it changes no state."""
-    x = _seeded(1, 4)
+    x = seeded(1, 4)
     for _ in range(3):
         actual = cache.step(x)
         assert_same(actual, eager_cache(x))
@@ -204,7 +204,7 @@ def test_each_load_has_states_of_its_own(cache_artifact: Path, cache: LoadedProg
 def test_a_failed_call_leaves_the_state_as_it_was(
     is_read_first: bool, cache: LoadedProgram, eager_cache: Cache
 ) -> None:
-    x = _seeded(1, 4)
+    x = seeded(1, 4)
     if is_read_first:
         assert_same(cache.step(x), eager_cache(x))
     with pytest.raises(npu_iree.ArgumentError):
@@ -221,7 +221,7 @@ def test_a_failed_call_leaves_the_state_as_it_was(
 
 @torch.no_grad()
 def test_submitted_calls_follow_each_other(cache: LoadedProgram, eager_cache: Cache) -> None:
-    inputs = [_seeded(1, 4) * i for i in range(5)]
+    inputs = [seeded(1, 4) * i for i in range(5)]
     pending = [cache.step.submit(x) for x in inputs]
     for x, (total, count) in zip(inputs, pending, strict=True):
         assert_same([total.to_host(), count.to_host()], list(eager_cache(x)))
