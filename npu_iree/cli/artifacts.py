@@ -7,6 +7,7 @@ import re
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +27,7 @@ from npu_iree.cli.exits import telling_errors
 from npu_iree.errors import ArgumentError, NpuIreeError, OptionError
 from npu_iree.offline.entry import LoadedEntry
 from npu_iree.offline.load import load
+from npu_iree.offline.sizes import evaluate
 
 console = Console()
 
@@ -157,6 +159,9 @@ def _arguments(
     """Make the leaves of a call from `name=value` texts; `drawn`: what is not given is drawn."""
     given: dict[str, str] = dict(_pair(text, "--input") for text in inputs)
     known = {name: _int(text, name) for name, text in (_pair(t, "--size") for t in sizes)}
+    if unknown := [n for n in known if n not in function.call.symbols]:
+        there = ", ".join(function.call.symbols) or "none"
+        raise OptionError(f"no size {', '.join(unknown)}; there are: {there}")
     names = [a.name for a in function.call.arguments]
     if unknown := [n for n in given if n not in names]:
         raise ArgumentError(f"no input {', '.join(unknown)}; there are {', '.join(names)}")
@@ -181,7 +186,7 @@ def _value(
     if spec is None:
         return argument.value
     if isinstance(spec, ScalarSpec):
-        return _int(text, argument.name) if spec.dtype == "i64" else float(text)
+        return _number(spec.dtype, text, argument.name)
     if text != "@rand":
         return _read(argument.name, Path(text.removeprefix("@")))
     shape = [size if isinstance(size, int) else _size(size, call, sizes) for size in spec.shape]
@@ -194,11 +199,13 @@ def _value(
 def _size(symbol: str, call: Call, sizes: dict[str, int]) -> int:
     if symbol in sizes:
         return sizes[symbol]
-    low, high = call.symbols.get(symbol, (1, None))
-    chosen = max(low, 16) if high is None else min(max(low, 16), high)
     if not symbol.isidentifier():
-        raise OptionError(f"give the dynamic size {symbol} by a file, not by @rand")
-    return chosen
+        try:
+            return int(evaluate(symbol, {n: _size(n, call, sizes) for n in call.symbols}))
+        except ValueError as error:
+            raise OptionError(f"give the input of size {symbol} by a file: {error}") from error
+    low, high = call.symbols.get(symbol, (1, None))
+    return max(low, 16) if high is None else min(max(low, 16), high)
 
 
 def _read(name: str, path: Path) -> torch.Tensor:
@@ -300,7 +307,22 @@ def _pair(text: str, option: str) -> tuple[str, str]:
 
 
 def _int(text: str, name: str) -> int:
+    if not text.isdecimal():
+        raise OptionError(f"{name} is a size, not {text!r}")
+    return int(text)
+
+
+def _number(dtype: str, text: str, name: str) -> int | float | bool:
+    kind, read = _NUMBERS[dtype]
     try:
-        return int(text)
-    except ValueError as error:
-        raise OptionError(f"{name} is a whole number, not {text!r}") from error
+        return read("1" if text == "@rand" else text)
+    except (KeyError, ValueError) as error:
+        raise OptionError(f"{name} is {kind}, not {text!r}") from error
+
+
+# dtype of a number -> what it is, and how it is read.
+_NUMBERS: dict[str, tuple[str, Callable[[str], int | float | bool]]] = {
+    "i64": ("a whole number", int),
+    "f64": ("a number", float),
+    "i1": ("true or false", {"true": True, "false": False, "1": True, "0": False}.__getitem__),
+}

@@ -209,6 +209,7 @@ def _make(
         params=params,  # type: ignore[arg-type]
         source=source_record(sources),
     )
+    options.check()
     if sources[0].endswith(".mlir"):
         return _told(output, write_from_ir(Path(sources[0]), output, options))
     tell("exporting")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch.export import ExportedProgram
 
 from lowering.cache import write_atomically
@@ -21,6 +22,7 @@ from lowering.pipeline import stop_after
 from lowering.program import Program
 from lowering.vmfb import pack
 from npu_iree.backend import compiler_for
+from npu_iree.errors import OptionError
 from npu_iree.offline.parameters import save_parameters
 from npu_iree.options import Options
 from npu_iree.versions import check_versions
@@ -58,7 +60,7 @@ class BuildOptions:
             return compiler
         target = compiler.builder.target
         if not any(_HOST_CPU in flags for flags in target.flag_sets):
-            raise ArtifactError(self.target, "it is no target of CPU code, so it has no --cpu")
+            raise OptionError(f"{self.target} is no target of CPU code, so it has no --cpu")
         wanted = _HOST_CPU.replace("host", self.cpu)
         flag_sets = tuple(
             tuple(wanted if flag == _HOST_CPU else flag for flag in flags)
@@ -66,6 +68,14 @@ class BuildOptions:
         )
         builder = replace(compiler.builder, target=replace(target, flag_sets=flag_sets))
         return replace(compiler, builder=builder)
+
+    def check(self) -> None:
+        """Check that there is such a target, and that it takes these options.
+
+        Raises:
+            OptionError: there is none, or it does not.
+        """
+        _ = self.compiler
 
     @property
     def driver(self) -> str:
@@ -97,10 +107,12 @@ def write_artifact(
     """
     check_versions("torch", "torch-mlir", "iree-base-compiler", "iree-base-runtime")
     path, compiler = Path(path), options.compiler
+    beside = path.with_suffix(f".{options.params}")
+    if path.is_dir() or path == beside:
+        raise ArtifactError(path, "it cannot be written: call it something.vmfb")
     exports = capture_exports(programs, compiler.builder.target.keep_ops)
     check_exports(exports, options.target, compiler.capabilities)
     tensors = {name: t for export in exports for name, t in export.tensors.items()}
-    beside = path.with_suffix(f".{options.params}")
     if options.params == "embed" and tensors:
         with tempfile.TemporaryDirectory(prefix="npu-iree-") as scratch:
             file = Path(scratch) / "parameters.irpa"
@@ -116,14 +128,26 @@ def write_artifact(
         made = compile_exports(
             exports, compiler.builder, driver=options.driver, parameter_file=name
         )
-        if tensors:
-            save_parameters(made.tensors, beside)
     manifest = replace(made.manifest, source=dict(options.source))
+    write_files(path, pack(made.module, manifest), manifest.parameter_file, made.tensors)
+    return manifest
+
+
+def write_files(
+    path: Path, artifact: bytes, parameter_file: str, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Write an artifact and its parameters: neither is there before both are written."""
     try:
-        write_atomically(path, pack(made.module, manifest))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".npu-iree-", dir=path.parent) as folder:
+            scratch = Path(folder)
+            if parameter_file:
+                save_parameters(tensors, scratch / parameter_file)
+            write_atomically(scratch / path.name, artifact)
+            for file in sorted(scratch.iterdir()):
+                os.replace(file, path.parent / file.name)
     except OSError as error:
         raise ArtifactError(path, f"it cannot be written: {error}") from error
-    return manifest
 
 
 def write_stage(
@@ -143,10 +167,7 @@ def write_stage(
     regions = {export.name: export.region() for export in exports}
     builder = compiler.builder
     product = stop_after(stage, Program("main", regions), builder.target, builder.toolchain)
-    try:
-        write_atomically(Path(path), product)
-    except OSError as error:
-        raise ArtifactError(Path(path), f"it cannot be written: {error}") from error
+    write_files(Path(path), product, "", {})
 
 
 def _check_embedded(manifest: Manifest) -> None:

@@ -226,7 +226,7 @@ def _dynamic_shapes(example: Example, dynamic: list[str]) -> dict[str, Any] | No
     """Write `--dynamic` as torch.export wants it; which sizes are equal it finds out itself."""
     if not dynamic:
         return None
-    names = _argument_names(example)
+    names = _arguments(example)
     shapes: dict[str, Any] = dict.fromkeys(names)
     for text in dynamic:
         match = _DYNAMIC.fullmatch(text)
@@ -234,20 +234,23 @@ def _dynamic_shapes(example: Example, dynamic: list[str]) -> dict[str, Any] | No
             raise SourceError(f"--dynamic is input:dim or input:dim=min..max, not {text!r}")
         if match["input"] not in shapes:
             raise SourceError(f"--dynamic {text}: there are the inputs {', '.join(names)}")
+        dim, value = int(match["dim"]), names[match["input"]]
+        if not isinstance(value, torch.Tensor) or dim >= value.dim():
+            raise SourceError(f"--dynamic {text}: {match['input']} has no dimension {dim}")
         low, high = match["low"], match["high"]
         hint = Dim.DYNAMIC(min=int(low) if low else None, max=int(high) if high else None)
-        shapes[match["input"]] = {**(shapes[match["input"]] or {}), int(match["dim"]): hint}
+        shapes[match["input"]] = {**(shapes[match["input"]] or {}), dim: hint}
     return shapes
 
 
-def _argument_names(example: Example) -> list[str]:
+def _arguments(example: Example) -> dict[str, Any]:
     signature = inspect.signature(example.model.forward)
     bound = signature.bind(*example.args, **example.kwargs)
-    names: list[str] = []
+    arguments: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = signature.parameters[name].kind
-        names += list(value) if kind is inspect.Parameter.VAR_KEYWORD else [name]
-    return names
+        arguments |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return arguments
 
 
 def _told(error: Exception) -> str:
