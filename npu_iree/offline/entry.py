@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +14,10 @@ from lowering.signature import TensorSpec
 from npu_iree.array import DeviceArray
 from npu_iree.border import Crossing, fetch, put_in_place
 from npu_iree.device import Device
-from npu_iree.errors import ArgumentError
+from npu_iree.errors import ArgumentError, ArtifactError
 from npu_iree.executable import Executable
 from npu_iree.offline.arguments import by_name, check_argument
+from npu_iree.offline.declarations import check_call
 from npu_iree.offline.sizes import check_ranges, evaluate, places_of
 from npu_iree.offline.states import State, States
 from npu_iree.offline.trees import read_tree
@@ -60,21 +61,12 @@ class LoadedEntry:
         self._check()
 
     def _check(self) -> None:
-        """Check that the parts of the manifest are of one another."""
-        limits = {"argument": len(self.call.arguments), "result": len(self.call.function.outputs)}
-        writes = [source for pair in self.call.writes for source in pair]
-        for source in (*self.call.takes, *self.call.outputs, *writes):
-            if not 0 <= source.index < limits.get(source.kind, 1) and source.kind in limits:
-                raise ValueError(f"{self.name}: there is no {source.kind} {source.index}")
-            known: dict[str, Container[str]] = {
-                "state": self._states,
-                "parameter": self._parameters,
-            }
-            names = known.get(source.kind)
-            if names is not None and source.name not in names:
-                raise ValueError(f"{self.name}: there is no {source.kind} {source.name!r}")
-        if len(self.call.takes) != len(self.call.function.inputs):
-            raise ValueError(f"{self.name}: takes and inputs do not match")
+        """Check that the parts of the manifest are of one another.
+
+        Raises:
+            ValueError: they are not.
+        """
+        check_call(self.name, self.call, self._parameters, self._states.current())
         if len(self._in_tree.children) != 2 or self._in_tree.leaves != len(self.call.arguments):
             raise ValueError(f"{self.name}: in_tree and arguments do not match")
         if self._out_tree.leaves != len(self.call.outputs):
@@ -175,7 +167,11 @@ class LoadedEntry:
                     value, Crossing.of(name, spec.order), imported, in_place and not is_state
                 )
             args.append(value)
-        return self._function(*args)
+        try:
+            return self._function(*args)
+        except (ValueError, RuntimeError, TypeError) as error:  # what IREE says before it starts
+            reason = str(error).splitlines()[0]
+            raise ArtifactError(self.name, f"IREE refuses the call: {reason}") from error
 
     def _put(
         self, tensor: torch.Tensor, crossing: Crossing, imported: list[torch.Tensor], in_place: bool
@@ -197,6 +193,9 @@ class LoadedEntry:
                         "give a CPU tensor"
                     )
             check_ranges(sizes, self.call.symbols, self._places)
+            for source in self.call.outputs:
+                if source.kind == "size":
+                    evaluate(source.name, sizes)
         except ValueError as error:
             raise ArgumentError(f"{self.name}: {error}") from error
         for argument, value in zip(self.call.arguments, leaves, strict=True):

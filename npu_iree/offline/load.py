@@ -18,7 +18,7 @@ from lowering.vmfb import unpack
 from npu_iree.device import Device, open_device
 from npu_iree.errors import ArgumentError, TargetError
 from npu_iree.executable import Executable
-from npu_iree.offline.declarations import check_declarations
+from npu_iree.offline.declarations import check_declarations, check_manifest
 from npu_iree.offline.entry import LoadedEntry
 from npu_iree.offline.parameters import Parameters
 from npu_iree.offline.states import States
@@ -56,6 +56,10 @@ def load(
     """
     path = Path(path)
     manifest, module = unpack(path)
+    try:
+        check_manifest(manifest)
+    except ValueError as error:
+        raise ArtifactError(path, str(error)) from error
     opened = _device_for(path, manifest, device)
     if params is None:
         parameters = Parameters.beside(path, manifest)
@@ -112,8 +116,10 @@ class LoadedProgram:
         except (ValueError, RuntimeError, KeyError) as error:
             reason = str(error).splitlines()[0]
             raise ArtifactError(path, f"IREE cannot load it: {reason}") from error
-        states = States({n: parameters.tensors[n] for n in manifest.states})
         try:
+            if unknown := [n for n in manifest.states if n not in parameters.tensors]:
+                raise ValueError(f"there is no state {unknown[0][:80]!r}")
+            states = States({n: parameters.tensors[n] for n in manifest.states})
             self.entries = {
                 name: LoadedEntry(name, call, executable, device, parameters.tensors, states)
                 for name, call in manifest.entries.items()

@@ -17,6 +17,7 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Mod: operator.mod,
     ast.USub: operator.neg,
 }
+_LONGEST, _LARGEST = 2000, 1 << 128
 # How sympy and torch write the functions of sizes that exports have.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "CeilToInt": math.ceil,
@@ -38,10 +39,19 @@ def evaluate(expression: str, sizes: Mapping[str, int]) -> int | float:
         ValueError: it is no such expression, or names an unknown size.
     """
     try:
-        result: int | float = _value(ast.parse(expression, mode="eval").body, sizes)
-    except (SyntaxError, RecursionError, ArithmeticError, TypeError) as error:
+        if len(expression) > _LONGEST:
+            raise TypeError("it is too long")
+        result: int | float = _bounded(ast.parse(expression, mode="eval").body, sizes)
+    except (SyntaxError, RecursionError, MemoryError, ArithmeticError, TypeError) as error:
         raise ValueError(f"{expression[:80]!r} is no expression of sizes: {error}") from error
     return result
+
+
+def _bounded(node: ast.AST, sizes: Mapping[str, int]) -> Any:
+    value = _value(node, sizes)
+    if abs(value) > _LARGEST:  # no honest shape has it, and it may take all memory
+        raise ValueError("a number that is no size")
+    return value
 
 
 def _value(node: ast.AST, sizes: Mapping[str, int]) -> Any:
@@ -51,18 +61,18 @@ def _value(node: ast.AST, sizes: Mapping[str, int]) -> Any:
         case ast.Name(id=name) if name in sizes:
             return sizes[name]
         case ast.BinOp(op=ast.Pow(), left=base, right=power):
-            return _power(_value(base, sizes), _value(power, sizes))
+            return _power(_bounded(base, sizes), _bounded(power, sizes))
         case ast.BinOp(op=op, left=left, right=right) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_value(left, sizes), _value(right, sizes))
+            return _OPERATORS[type(op)](_bounded(left, sizes), _bounded(right, sizes))
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_value(operand, sizes))
+            return _OPERATORS[type(op)](_bounded(operand, sizes))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
-            return _FUNCTIONS[name](*(_value(arg, sizes) for arg in args))
+            return _FUNCTIONS[name](*(_bounded(arg, sizes) for arg in args))
     raise ValueError(f"{ast.unparse(node)[:80]!r} is no expression of the sizes {list(sizes)}")
 
 
 def _power(base: Any, power: Any) -> Any:
-    if abs(power) > 8 or abs(base) > 1 << 40:  # no honest shape has it, and it may take for ever
+    if abs(power) > 8:
         raise ValueError(f"{base}**{power} is no size")
     return base**power
 

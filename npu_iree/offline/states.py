@@ -27,9 +27,6 @@ class States:
         self.lock = threading.Lock()
         self._versions: list[Mapping[str, State]] = [tensors]
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._versions[0]
-
     def current(self) -> Mapping[str, State]:
         """Return the values that a new call starts from: those of the last that did not fail."""
         while len(self._versions) > 1 and _has_failed(self._versions[-1]):

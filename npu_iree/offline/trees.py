@@ -100,10 +100,9 @@ class Tree:
             return None
         read = pytree.SUPPORTED_SERIALIZED_TYPES[kind].from_dumpable_context or json.loads
         try:
-            context = read(self.context)
-        except NotImplementedError:  # a namedtuple whose type this process does not know
+            return pytree.SUPPORTED_NODES[kind].unflatten_fn(children, read(self.context))
+        except Exception:  # a namedtuple that is not known here; a type that has changed since
             return None
-        return pytree.SUPPORTED_NODES[kind].unflatten_fn(children, context)
 
 
 def read_tree(text: str) -> Tree:
