@@ -14,7 +14,7 @@ import pytest
 from npu_iree.cli import main
 from runtime_env import ROOT, runtime_only_environment
 
-_MAIN = "from npu_iree.cli import main; main()"
+_MAIN = "import sys; sys.argv[0] = 'npu-iree'; from npu_iree.cli import main; main()"
 
 
 class Ended(NamedTuple):

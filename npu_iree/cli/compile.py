@@ -50,7 +50,7 @@ def compile_command(
         typer.Argument(
             help="file.pt2, package.module:function or file.py:function that returns (model, "
             "example inputs), or an IR file of a stage; `name=` before it names its entry point",
-            metavar="[NAME=]SOURCE...",
+            metavar="[NAME=]SOURCE",
         ),
     ],
     output: Annotated[
@@ -74,7 +74,9 @@ def compile_command(
     stop_after: Annotated[
         str | None,
         typer.Option(
-            metavar="STAGE", help="write the product of this stage instead of an artifact"
+            metavar="STAGE",
+            help="write the product of this stage instead of an artifact: aten-to-torch, "
+            "torch-to-linalg, linalg-to-flow or flow-to-vmfb",
         ),
     ] = None,
     flag: Annotated[list[str], typer.Option(help="one more flag for iree-compile")] = NONE,

@@ -70,11 +70,13 @@ class BuildOptions:
         return replace(compiler, builder=builder)
 
     def check(self) -> None:
-        """Check that there is such a target, and that it takes these options.
+        """Check that there is such a target, that it takes these options, and a compiler.
 
         Raises:
             OptionError: there is none, or it does not.
+            VersionError: the verified compilers are not installed.
         """
+        check_versions("torch", "torch-mlir", "iree-base-compiler", "iree-base-runtime")
         _ = self.compiler
 
     @property
@@ -105,7 +107,7 @@ def write_artifact(
         StageError: the compiler refused the program.
         ArtifactError: nothing can be written there.
     """
-    check_versions("torch", "torch-mlir", "iree-base-compiler", "iree-base-runtime")
+    options.check()
     path, compiler = Path(path), options.compiler
     beside = path.with_suffix(f".{options.params}")
     if path.is_dir() or path == beside:
