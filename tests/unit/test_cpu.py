@@ -32,5 +32,5 @@ def test_only_what_code_may_use_is_required() -> None:
 def test_what_is_missing_is_named(
     here: set[str], required: tuple[str, ...], missing: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "_features_here", lambda: frozenset(here))
+    monkeypatch.setattr(cpu, "_features_here", lambda: frozenset(map(cpu._plain, here)))
     assert missing_features(required) == missing
