@@ -15,6 +15,10 @@ class InternalError(NpuIreeError):
     """A bug of ours, not of the user's program."""
 
 
+class WorkerStartError(NpuIreeError):
+    """No compile worker comes up: that is no fault of the program, and nothing can be compiled."""
+
+
 class CancelledError(BaseException):
     """The service was closed under a request. No `Exception`: it says nothing of the program."""
 
