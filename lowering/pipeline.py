@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import shlex
 import threading
@@ -12,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from lowering.errors import CancelledError, StageError
+from lowering.errors import CancelledError, StageError, WorkerStartError
 from lowering.region import Region
 from lowering.service import CompileService, Fault, Limits
 from lowering.stages import CompileOptions, Stage
@@ -78,10 +80,10 @@ def compile_region(
 
     Raises:
         StageError: a stage failed, with every flag set where it is one of IREE's.
+        WorkerStartError: the service has no workers.
     """
     if dump is not None:
-        dump.mkdir(parents=True, exist_ok=True)
-        (dump / "00-graph.txt").write_text(_readable(region.graph_module))
+        _keep(dump / "00-graph.txt", _readable(region.graph_module).encode())
     flag_sets = target.flag_sets_for(region.has_convolution, toolchain.flags)
     parameters = len(region.signature.parameters)
     fault = toolchain.fault
@@ -104,16 +106,28 @@ def compile_region(
     raise StageError(LINALG_TO_FLOW.name, f"target {target.name!r} lists no flag sets")
 
 
-def compile_source(source: str, flags: FlagSet, parameters: int) -> bytes:
-    """Compile a region again from the torch dialect, in this process.
+def compile_source(
+    source: str, flags: FlagSet, parameters: int, toolchain: Toolchain = Toolchain()
+) -> bytes:
+    """Compile a region again from the torch dialect.
+
+    Args:
+        source: one module in the torch dialect.
+        flags: the flag set to take.
+        parameters: how many of its last arguments are parameters.
+        toolchain: where the stages run, with which limits.
 
     Raises:
         StageError: a stage failed.
+        WorkerStartError: the service has no workers.
     """
     options = CompileOptions(flags=flags, parameters=parameters)
+    fault = toolchain.fault
+    if fault is not None and f"torch.{fault.op.removesuffix('.default')} " not in source:
+        toolchain = replace(toolchain, fault=None)
     value: Any = source
     for stage in STAGES[1:]:
-        value = run_stage(stage, value, options)
+        value = run_stage(stage, value, options, toolchain)
     return bytes(value)
 
 
@@ -135,6 +149,7 @@ def run_stage(
 
     Raises:
         StageError: the stage failed or its product is not what the next stage expects.
+        WorkerStartError: the service has no workers.
     """
     if dump is not None:
         _write_repro(dump, stage, options)
@@ -146,13 +161,31 @@ def run_stage(
     except StageError as error:
         text = _first_lines(error.diagnostics)
         raise StageError(stage.name, text, dump, timed_out=error.timed_out) from error
+    except WorkerStartError:  # that says nothing of the program
+        raise
     except Exception as error:
         raise StageError(stage.name, _first_lines(str(error)), dump) from error
     log.debug("stage %s took %.3f s", stage.name, time.perf_counter() - started)
     if dump is not None:
         data = product if isinstance(product, bytes) else product.encode()
-        (dump / product_name(stage)).write_bytes(data)
+        _keep(dump / product_name(stage), data)
     return product
+
+
+def _keep(path: Path, data: bytes) -> None:
+    """Write a file of a dump; on a full disk the compile goes on without it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            path.unlink()  # half of it may be there
+        _say_once(f"a dump is not complete: {path.name} cannot be written ({error.strerror})")
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    log.warning("%s", text)
 
 
 def _product(stage: Stage, value: Any, options: CompileOptions, toolchain: Toolchain) -> Any:
@@ -205,12 +238,13 @@ def _write_repro(dump: Path, stage: Stage, options: CompileOptions) -> None:
     if position == 0:
         return
     flags = " ".join(shlex.quote(f"--flag={flag}") for flag in options.flags)
-    (dump / "repro.sh").write_text(
+    script = (
         "#!/bin/sh\n"
         f"# Repeats the lowering from the input of the stage {stage.name} on.\n"
         'cd "$(dirname "$0")" && exec python -m lowering '
         f"{product_name(STAGES[position - 1])} --parameters={options.parameters} {flags}\n"
     )
+    _keep(dump / "repro.sh", script.encode())
 
 
 def _readable(graph_module: fx.GraphModule) -> str:
