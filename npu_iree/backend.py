@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
-import logging
 import os
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
-from torch._guards import CompileContext, TracingContext
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lowering.build import Builder
@@ -27,18 +28,17 @@ from lowering.compiler import Compiler
 from lowering.decompositions import decomposition_table
 from lowering.denials import DenialRecord
 from lowering.pipeline import Toolchain
-from lowering.plan import Plan
 from lowering.service import CompileService, Limits
+from npu_iree.cause import Cause
 from npu_iree.device import open_device
 from npu_iree.errors import OptionError
 from npu_iree.executable import Executable
 from npu_iree.frozen import can_freeze
 from npu_iree.options import Options
+from npu_iree.report import CompileReport, tell
 from npu_iree.runner import Runner
 from npu_iree.settings import Settings
 from npu_iree.versions import check_versions
-
-log = logging.getLogger(__name__)
 
 _GRAPH_NUMBERS = itertools.count()
 
@@ -69,9 +69,9 @@ def npu_iree(
     check_versions("torch", "torch-mlir", "iree-base-compiler", "iree-base-runtime")
     compile_aot = functools.partial(_compile_aot, parsed, _Source.of(graph_module, example_inputs))
     backend = aot_autograd(
-        fw_compiler=functools.partial(compile_aot, is_inference=False),
-        bw_compiler=functools.partial(compile_aot, is_inference=False),
-        inference_compiler=functools.partial(compile_aot, is_inference=True),
+        fw_compiler=functools.partial(compile_aot, part="forward"),
+        bw_compiler=functools.partial(compile_aot, part="backward"),
+        inference_compiler=functools.partial(compile_aot, part="inference"),
         decompositions=decomposition_table(
             parsed.keep_ops | parsed.target_value.compile.keep_ops, parsed.decompositions
         ),
@@ -82,14 +82,18 @@ def npu_iree(
 
 @dataclass(frozen=True)
 class _Source:
-    """Dynamo's side of a graph: AOTAutograd keeps the order of inputs, not names nor tensors."""
+    """Dynamo's side of a graph: AOTAutograd keeps the order of inputs, not names nor tensors.
+
+    The cause is known while Dynamo compiles; a backward graph may be compiled at its first use.
+    """
 
     inputs: tuple[Any, ...]
     names: tuple[str, ...]
+    cause: Cause
 
     @classmethod
     def of(cls, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> _Source:
-        return cls(tuple(inputs), input_names(graph_module))
+        return cls(tuple(inputs), input_names(graph_module), Cause.now())
 
 
 def input_names(graph_module: fx.GraphModule) -> tuple[str, ...]:
@@ -98,12 +102,13 @@ def input_names(graph_module: fx.GraphModule) -> tuple[str, ...]:
     return tuple(n.name.removeprefix("l_").strip("_") for n in nodes)
 
 
-def compiler_for(options: Options, number: int = 0) -> Compiler:
+def compiler_for(options: Options, number: int = 0, counts: Counter[str] | None = None) -> Compiler:
     """Return what plans and compiles graphs under these options.
 
     Args:
         options: of one `torch.compile` call.
         number: of the graph, for the names of its dumps.
+        counts: what it does is added up here.
     """
     settings, target = Settings.read(), options.target_value
     limits = Limits(
@@ -117,7 +122,7 @@ def compiler_for(options: Options, number: int = 0) -> Compiler:
         ),
         cache=cache,
         dump=settings.dump / f"graph{number}" if settings.dump else None,
-        counts=counters["npu_iree"],
+        counts=Counter() if counts is None else counts,
     )
     return Compiler(
         builder=builder,
@@ -142,22 +147,48 @@ def compile_service() -> CompileService:
     return service
 
 
-def compile_graph(captured: CapturedGraph, options: Options) -> Runner:
+def compile_graph(
+    captured: CapturedGraph,
+    options: Options,
+    cause: Cause | None = None,
+    part: str = "inference",
+) -> Runner:
     """Plan a captured graph, compile its regions, and load them.
+
+    Args:
+        captured: the graph.
+        options: of the `torch.compile` call.
+        cause: why it is compiled, for the report.
+        part: `forward`, `backward` or `inference`, for the report.
 
     Raises:
         UnsupportedOpError: `fallback="error"`, and the target cannot run some ops.
         StageError: `fallback="error"`, and the compiler refused a region.
         TargetError: the target's device cannot be opened here.
+        WorkerStartError: there are no workers to compile in.
     """
-    number = next(_GRAPH_NUMBERS)
-    compiled = compiler_for(options, number).compile(captured)
+    number, started = next(_GRAPH_NUMBERS), time.perf_counter()
+    counts: Counter[str] = Counter()
+    try:
+        compiled = compiler_for(options, number, counts).compile(captured)
+    finally:
+        counters["npu_iree"].update(counts)
     device = open_device(options.target_value)
     executables = {
         name: Executable(device, artifact) for name, artifact in compiled.artifacts.items()
     }
     constants = {node.name: tensor for node, tensor in captured.constants.items()}
-    _report(number, compiled.plan)
+    report = CompileReport(
+        graph=number,
+        part=part,
+        target=options.target_value.name,
+        cause=cause or Cause.now(),
+        regions=len(compiled.plan.regions),
+        host_ops=len(compiled.plan.host_ops),
+        counts=dict(counts),
+        ms=round((time.perf_counter() - started) * 1e3),
+    )
+    tell(report, compiled.plan)
     return Runner(compiled.plan, device, executables, constants)
 
 
@@ -167,14 +198,14 @@ def _compile_aot(
     graph_module: fx.GraphModule,
     inputs: Sequence[Any],
     *,
-    is_inference: bool,
+    part: str,
 ) -> Callable[..., Any]:
     """Compile a graph of AOTAutograd's into what it calls: a list of arguments in, a list out."""
-    is_same = is_inference and len(source.inputs) == len(inputs)
+    is_same = part == "inference" and len(source.inputs) == len(inputs)
     weights = _bindable_weights(source.inputs) if is_same and options.bind_weights else ()
     captured = capture_aot(graph_module, weights, source.names if is_same else ())
     with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
-        runner = compile_graph(captured, options)
+        runner = compile_graph(captured, options, source.cause, part)
 
     def run(args: list[Any]) -> list[Any]:
         results = runner(*args)
@@ -197,23 +228,3 @@ def _bindable_weights(inputs: Sequence[Any]) -> Sequence[int]:
         for i in metadata.static_input_indices
         if i not in mutated and isinstance(inputs[i], torch.Tensor) and can_freeze(inputs[i])
     ]
-
-
-def _report(number: int, plan: Plan) -> None:
-    counters["npu_iree"]["graphs"] += 1
-    counters["npu_iree"]["regions"] += len(plan.regions)
-    counters["npu_iree"]["host_ops"] += len(plan.host_ops)
-    if unsupported := [op for op in plan.host_ops if op.kind == "unsupported"]:
-        listed = "\n  ".join(map(str, unsupported))
-        log.warning("graph %d: %d ops run on the host:\n  %s", number, len(unsupported), listed)
-    log.info("graph %d: compiled for %s", number, _cause())
-    log.debug("graph %d: plan:\n%s", number, plan)
-
-
-def _cause() -> str:
-    """Say why Dynamo asked for a graph."""
-    identity = CompileContext.current_compile_id()
-    count = identity.frame_compile_id if identity is not None else 0
-    if not count:
-        return "a first call"
-    return f"recompile {count} of the function: a guard failed (TORCH_LOGS=recompiles says which)"
