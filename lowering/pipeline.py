@@ -180,12 +180,12 @@ def _keep(path: Path, data: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             path.unlink()  # half of it may be there
-        _say_once(f"a dump is not complete: {path.name} cannot be written ({error.strerror})")
+        _say_once(error.strerror)
 
 
 @functools.cache
-def _say_once(text: str) -> None:
-    log.warning("%s", text)
+def _say_once(why: str) -> None:
+    log.warning("dumps are not complete: files cannot be written (%s)", why)
 
 
 def _product(stage: Stage, value: Any, options: CompileOptions, toolchain: Toolchain) -> Any:
@@ -235,8 +235,8 @@ def restart(path: Path, options: CompileOptions, dump: Path) -> Path:
 def _write_repro(dump: Path, stage: Stage, options: CompileOptions) -> None:
     """Write the script that restarts from the input of `stage`; a later stage overwrites it."""
     position = STAGES.index(stage)
-    if position == 0:
-        return
+    if position == 0 or not (dump / product_name(STAGES[position - 1])).exists():
+        return  # there is nothing to restart from
     flags = " ".join(shlex.quote(f"--flag={flag}") for flag in options.flags)
     script = (
         "#!/bin/sh\n"

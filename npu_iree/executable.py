@@ -51,6 +51,7 @@ class Executable:
         Args:
             weights: dense tensors in the stored order; nobody writes to them any more.
         """
+        self._device.start_point()  # not in a forked child
         modules = [self._hal_module]
         if weights:
             index = hal.ParameterIndex()
@@ -100,7 +101,7 @@ class Executable:
             else:
                 inputs.push_int(arg)
         device = self._device
-        if device._held:
+        if device._held or device._is_of_parent:
             points.append(device.start_point())
         fence, ahead = joined(points)
         signal = new_fence(device.hal)
