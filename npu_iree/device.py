@@ -7,8 +7,10 @@ import contextlib
 import ctypes
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -224,6 +226,7 @@ def _all_of(points: Sequence[Timepoint]) -> Timepoint:
     return Timepoint(fence, Work("start"), ahead)
 
 
+_LOOKS = 3  # in a row: a thread may sleep for a moment while it waits for a lock
 _DEVICES: dict[str, Device] = {}
 _DRIVERS: dict[str, Any] = {}
 _OPENING = threading.Lock()
@@ -283,4 +286,29 @@ def _end() -> None:
     """
     for device in _DEVICES.values():
         device.synchronize()
+    if _DEVICES:
+        _let_threads_rest()
     hal.disable_leak_checker()
+
+
+def _let_threads_rest(limit_s: float = 1.0) -> None:
+    """Wait until the driver's threads sleep.
+
+    Work has ended for whoever waits for it a moment before a thread of the driver lets go of the
+    tensors that it read. For that it takes the interpreter's lock; once the interpreter is ending,
+    Python ends such a thread instead, and C++ the process ("terminate called without an active
+    exception").
+    """
+    deadline, looks = time.monotonic() + limit_s, 0
+    while looks < _LOOKS and time.monotonic() < deadline:
+        looks = looks + 1 if _do_threads_sleep() else 0
+        time.sleep(0.001)  # lets go of the interpreter's lock, too
+
+
+def _do_threads_sleep() -> bool:
+    with contextlib.suppress(OSError):  # no Linux, or a thread that ends
+        for stat in Path("/proc/self/task").glob("*/stat"):
+            name, _, fields = stat.read_text().partition("(")[2].rpartition(")")
+            if name.startswith("iree-") and fields.split()[0] != "S":
+                return False
+    return True
