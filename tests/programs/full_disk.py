@@ -21,4 +21,5 @@ if __name__ == "__main__":
     os.environ["NPU_IREE_CACHE"] = folder
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT_BYTES, hard))
-    print(json.dumps(cases.answer(sys.argv[1:])), flush=True)
+    answer = cases.answer(sys.argv[1:], compile_memory_limit_bytes=2 << 30)
+    print(json.dumps(answer), flush=True)

@@ -289,6 +289,7 @@ def interrupted(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]
                 and len(entries(cache)) >= after_entries
             ),
             process,
+            limit_s=150,
         )
         assert len(entries(cache)) == after_entries
         process.send_signal(signal.SIGINT)
@@ -305,7 +306,7 @@ def assert_nothing_is_left(process: subprocess.Popen[str], tmp_path: Path) -> No
     assert "KeyboardInterrupt" in err
     assert "StageError" not in err
     cache = tmp_path / "cache"
-    wait_until(lambda: not processes_with(f"NPU_IREE_CACHE={cache}"), limit_s=10)
+    wait_until(lambda: not processes_with(f"NPU_IREE_CACHE={cache}"), limit_s=30)
     assert [*(cache / "locks").glob("*")] == []
     assert [*(cache / "artifacts").glob(".*")] == []
     assert [*(tmp_path / "scratch").glob("npu-iree-*")] == []
