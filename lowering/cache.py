@@ -162,6 +162,7 @@ class ArtifactCache:
             yield
             return
         try:
+            self._remove_half_written(key)
             yield
         finally:
             # Whoever waits for a lock file that is gone makes a new one, finds the entry, and
@@ -169,6 +170,12 @@ class ArtifactCache:
             with contextlib.suppress(OSError):
                 path.unlink()
             lock.release()
+
+    def _remove_half_written(self, key: CacheKey) -> None:
+        """Remove what a killed process left of an entry: only the holder of its lock writes it."""
+        for path in self.path(key.digest).parent.glob(f".{key.digest}*"):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def entries(self) -> list[tuple[Path, Entry]]:
         """Return the readable entries, the most recently used first."""

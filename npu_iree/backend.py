@@ -7,6 +7,8 @@ import functools
 import itertools
 import logging
 import os
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
-from torch._guards import CompileContext, TracingContext
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lowering.build import Builder
@@ -29,20 +31,20 @@ from lowering.decompositions import decomposition_table
 from lowering.denials import DenialRecord
 from lowering.key import host_cpu, package_version
 from lowering.pipeline import Toolchain
-from lowering.plan import Plan
 from lowering.service import CompileService, Limits
 from npu_iree import __version__, bundles
+from npu_iree.cause import Cause
 from npu_iree.device import open_device
 from npu_iree.errors import ArtifactError, NotCompiledError, OptionError
 from npu_iree.executable import Executable
 from npu_iree.frozen import can_freeze
 from npu_iree.options import Options
+from npu_iree.report import CompileReport, tell
 from npu_iree.runner import Runner
 from npu_iree.settings import Settings
 from npu_iree.versions import VERIFIED, check_versions
 
 log = logging.getLogger(__name__)
-
 _GRAPH_NUMBERS = itertools.count()
 
 
@@ -89,15 +91,20 @@ def npu_iree(
 
 @dataclass(frozen=True)
 class _Source:
-    """Dynamo's side of a graph: AOTAutograd keeps the order of inputs, not names nor tensors."""
+    """Dynamo's side of a graph: AOTAutograd keeps the order of inputs, not names nor tensors.
+
+    The cause is known while Dynamo compiles; a backward graph may be compiled at its first use.
+    """
 
     inputs: tuple[Any, ...]
     names: tuple[str, ...]
     caller: bundles.Caller | None
+    cause: Cause
 
     @classmethod
     def of(cls, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> _Source:
-        return cls(tuple(inputs), input_names(graph_module), bundles.caller())
+        names = input_names(graph_module)
+        return cls(tuple(inputs), names, bundles.caller(), Cause.now())
 
 
 def input_names(graph_module: fx.GraphModule) -> tuple[str, ...]:
@@ -106,12 +113,13 @@ def input_names(graph_module: fx.GraphModule) -> tuple[str, ...]:
     return tuple(n.name.removeprefix("l_").strip("_") for n in nodes)
 
 
-def compiler_for(options: Options, number: int = 0) -> Compiler:
+def compiler_for(options: Options, number: int = 0, counts: Counter[str] | None = None) -> Compiler:
     """Return what plans and compiles graphs under these options.
 
     Args:
         options: of one `torch.compile` call.
         number: of the graph, for the names of its dumps.
+        counts: what it does is added up here.
     """
     settings, target = Settings.read(), options.target_value
     limits = Limits(
@@ -132,7 +140,7 @@ def compiler_for(options: Options, number: int = 0) -> Compiler:
         cache=cache,
         may_compile=options.compile == "if_missing",
         dump=settings.dump / f"graph{number}" if settings.dump else None,
-        counts=counters["npu_iree"],
+        counts=Counter() if counts is None else counts,
     )
     capabilities = load_capabilities(target.compile.capabilities)
     return Compiler(
@@ -189,30 +197,49 @@ def compile_service() -> CompileService:
 
 
 def compile_graph(
-    captured: CapturedGraph, options: Options, caller: bundles.Caller | None = None
+    captured: CapturedGraph,
+    options: Options,
+    cause: Cause | None = None,
+    caller: bundles.Caller | None = None,
 ) -> Runner:
     """Plan a captured graph, compile its regions, and load them.
 
     Args:
         captured: the graph.
-        options: of one `torch.compile` call.
-        caller: that call, for `save_bundle`.
+        options: of the `torch.compile` call.
+        cause: why it is compiled, for the report.
+        caller: the `torch.compile` call, for `save_bundle`.
 
     Raises:
         UnsupportedOpError: `fallback="error"`, and the target cannot run some ops.
         StageError: `fallback="error"`, and the compiler refused a region.
         TargetError: the target's device cannot be opened here.
         NotCompiledError: it would have to be compiled, and may not be.
+        WorkerStartError: there are no workers to compile in.
     """
-    number = next(_GRAPH_NUMBERS)
-    compiler = compiler_for(options, number)
-    compiled = compiler.compile(captured)
+    number, started = next(_GRAPH_NUMBERS), time.perf_counter()
+    counts: Counter[str] = Counter()
+    compiler = compiler_for(options, number, counts)
+    try:
+        compiled = compiler.compile(captured)
+    finally:
+        counters["npu_iree"].update(counts)
     device = open_device(options.target_value)
     executables = {
         name: Executable(device, artifact) for name, artifact in compiled.artifacts.items()
     }
     constants = {node.name: tensor for node, tensor in captured.constants.items()}
-    _report(number, compiled.plan)
+    report = CompileReport(
+        graph=number,
+        part=captured.kind,
+        target=options.target_value.name,
+        cause=cause or Cause.now(),
+        regions=len(compiled.plan.regions),
+        host_ops=len(compiled.plan.host_ops),
+        counts=dict(counts),
+        ms=round((time.perf_counter() - started) * 1e3),
+    )
+    tell(report, compiled.plan)
     runner = Runner(compiled.plan, device, executables, constants)
     if caller is not None and compiler.origin is not None:
         bundles.remember(runner, caller, compiler.origin, compiled.built)
@@ -234,7 +261,7 @@ def _compile_aot(
     runner: Callable[..., Any]
     with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
         try:
-            runner = compile_graph(captured, options, source.caller)
+            runner = compile_graph(captured, options, source.cause, source.caller)
         except NotCompiledError as error:
             if options.compile != "eager":
                 raise
@@ -263,23 +290,3 @@ def _bindable_weights(inputs: Sequence[Any]) -> Sequence[int]:
         for i in metadata.static_input_indices
         if i not in mutated and isinstance(inputs[i], torch.Tensor) and can_freeze(inputs[i])
     ]
-
-
-def _report(number: int, plan: Plan) -> None:
-    counters["npu_iree"]["graphs"] += 1
-    counters["npu_iree"]["regions"] += len(plan.regions)
-    counters["npu_iree"]["host_ops"] += len(plan.host_ops)
-    if unsupported := [op for op in plan.host_ops if op.kind == "unsupported"]:
-        listed = "\n  ".join(map(str, unsupported))
-        log.warning("graph %d: %d ops run on the host:\n  %s", number, len(unsupported), listed)
-    log.info("graph %d: compiled for %s", number, _cause())
-    log.debug("graph %d: plan:\n%s", number, plan)
-
-
-def _cause() -> str:
-    """Say why Dynamo asked for a graph."""
-    identity = CompileContext.current_compile_id()
-    count = identity.frame_compile_id if identity is not None else 0
-    if not count:
-        return "a first call"
-    return f"recompile {count} of the function: a guard failed (TORCH_LOGS=recompiles says which)"

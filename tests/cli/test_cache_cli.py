@@ -158,6 +158,23 @@ def test_verify_says_what_cannot_be_compiled_any_more(call: Cli, folder: Path) -
     assert path.stem[:16] in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(("kind", "why"), [("segv", "SIGSEGV"), ("memory", "out of memory")])
+def test_verify_reports_a_crash_of_the_compiler_and_goes_on(
+    call: Cli, folder: Path, kind: str, why: str
+) -> None:
+    sources = {p: Entry.from_bytes(p.read_bytes()).source for p in files(folder)}
+    crashing = {p.stem[:16] for p, source in sources.items() if "torch.aten.relu " in source}
+    assert 0 < len(crashing) < 4
+    fault = f"linalg-to-flow:{kind}:aten.relu.default"
+    done = call(folder, "verify", "--sample", "0", NPU_IREE_FAULT=fault)
+    assert done.returncode == 1
+    assert done.stdout.count(why) == len(crashing)
+    assert {
+        line[:16] for line in done.stdout.splitlines() if "cannot be compiled" in line
+    } == crashing
+    assert f"{4 - len(crashing)} of 4 entries" in done.stdout
+
+
 def test_prune_keeps_what_was_used_last(call: Cli, folder: Path) -> None:
     newest = files(folder)[0]
     text = said(call(folder, "prune", "--limit-bytes", str(newest.stat().st_size)))
