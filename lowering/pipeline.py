@@ -201,8 +201,8 @@ def run_stage(
     return product
 
 
-def _keep(path: Path, data: bytes) -> None:
-    """Write a file of a dump; on a full disk the compile goes on without it."""
+def _keep(path: Path, data: bytes) -> bool:
+    """Write a file of a dump, if it can be; on a full disk the compile goes on without it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
@@ -210,6 +210,8 @@ def _keep(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             path.unlink()  # half of it may be there
         _say_once(error.strerror)
+        return False
+    return True
 
 
 @functools.cache
@@ -266,7 +268,9 @@ def _write_repro(dump: Path, stage: Stage, options: CompileOptions) -> None:
     position = STAGES.index(stage)
     if position == 0 or not (dump / product_name(STAGES[position - 1])).exists():
         return  # there is nothing to restart from
-    _keep(dump / OPTIONS_FILE, json.dumps(options.to_json(), indent=1).encode() + b"\n")
+    texts = json.dumps(options.to_json(), indent=1) + "\n"
+    if not _keep(dump / OPTIONS_FILE, texts.encode()):
+        return
     script = (
         "#!/bin/sh\n"
         f"# Repeats the lowering from the input of the stage {stage.name} on, with the flags and\n"
