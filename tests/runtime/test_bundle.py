@@ -344,15 +344,19 @@ def test_save_says_where_it_cannot_write(tmp_path: Path) -> None:
 
 
 def test_what_was_built_is_forgotten_with_its_graph() -> None:
-    namespace: dict[str, Any] = {"torch": torch}
-    exec("def fresh(x):\n    return torch.relu(x) * 5", namespace)
+    def fresh(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) * 5
+
     gc.collect()
     before = len(bundles._BUILT)
-    torch.compile(namespace["fresh"], backend="npu_iree")(X)
+    compiled = torch.compile(fresh, backend="npu_iree")
+    compiled(X)
     assert len(bundles._BUILT) == before + 1
-    del namespace["fresh"]
+    torch._dynamo.reset()
     gc.collect()
     assert len(bundles._BUILT) == before
+    with pytest.raises(npu_iree.NpuIreeError, match="nothing was built"):
+        npu_iree.save_bundle(compiled, "x.npub")
 
 
 def test_a_replaced_bundle_is_read_again(file: Path, tmp_path: Path) -> None:
