@@ -29,6 +29,7 @@ from lowering.record import GraphRecord, Healed, text_digest
 FORMAT = 1
 SUFFIX = ".npub"
 MANIFEST = "bundle.json"
+_MANIFEST_BYTES = 32 << 20  # as objects, JSON takes up to twenty times its size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class Bundle:
         """
         self.path = path
         with open_archive(path) as archive:
-            manifest = _manifest(path, archive.read(MANIFEST))
+            manifest = _manifest(path, archive.read(MANIFEST, _MANIFEST_BYTES))
         try:
             self.origin = Origin(
                 versions=_texts(manifest["versions"]),

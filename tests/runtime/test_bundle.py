@@ -6,7 +6,10 @@ import contextlib
 import gc
 import json
 import logging
+import random
 import statistics
+import subprocess
+import sys
 import zipfile
 from collections import Counter
 from collections.abc import Callable
@@ -433,6 +436,32 @@ def test_a_manifest_that_is_none_is_refused(manifest: bytes, file: Path, tmp_pat
     path = tmp_path / "x.npub"
     path.write_bytes(archive_bytes({**members(file), MANIFEST: manifest}))
     assert str(path) in refusal(path)
+
+
+OPEN = """
+import resource, sys
+from pathlib import Path
+from lowering.bundle import Bundle
+from lowering.errors import ArtifactError
+resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))
+try:
+    Bundle(Path(sys.argv[1]))
+except ArtifactError as error:
+    print("refused:", error.reason)
+"""
+
+
+@pytest.mark.parametrize("bomb", [b"[" + b"[]," * (200 << 20) + b"0]", b" " * (512 << 20)])
+def test_a_manifest_that_is_a_bomb_is_refused_within_a_memory_limit(
+    bomb: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.npub"
+    padding = random.Random(0).randbytes(8 << 20)  # or the directory's numbers give it away
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(MANIFEST, bomb)
+        archive.writestr("artifacts/x.npua", padding)
+    done = subprocess.run([sys.executable, "-c", OPEN, str(path)], capture_output=True, text=True)
+    assert done.stdout.startswith("refused: its member 'bundle.json' has"), done.stderr
 
 
 def test_a_record_that_names_ops_that_are_not_there_is_refused(file: Path, tmp_path: Path) -> None:
