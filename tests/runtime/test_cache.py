@@ -8,6 +8,8 @@ import logging
 import os
 import tempfile
 import threading
+import tracemalloc
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -236,6 +238,15 @@ def head_of(**fields: Any) -> bytes:
 )  # fmt: skip
 def test_a_head_that_makes_no_sense_is_not_loaded(body: bytes) -> None:
     assert load(with_checksum(body)) == (None, False)
+
+
+def test_an_entry_whose_source_is_a_bomb_is_not_loaded() -> None:
+    bomb = zlib.compress(bytes(64 << 20))
+    head = head_of(source_bytes=len(bomb)).partition(b"\n")[0]
+    tracemalloc.start()
+    assert load(with_checksum(head + b"\n" + bomb)) == (None, False)
+    assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    tracemalloc.stop()
 
 
 def test_the_entry_of_another_key_is_not_loaded() -> None:

@@ -28,7 +28,7 @@ from lowering.denials import DenialRecord
 from lowering.errors import StageError, WorkerStartError
 from lowering.service import CompileService, Limits
 from lowering.stages import CompileOptions
-from npu_iree import backend
+from npu_iree import toolchain
 from programs import cases
 from programs.cases import is_right
 from programs.launch import finish, processes_with, release, run, start, start_together, wait_until
@@ -259,7 +259,7 @@ def test_without_workers_no_op_is_blamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: CompileService
 ) -> None:
     monkeypatch.setenv("NPU_IREE_CACHE", str(tmp_path))
-    monkeypatch.setattr(backend, "compile_service", lambda: service)
+    monkeypatch.setattr(toolchain, "compile_service", lambda: service)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(BackendCompilerFailed, match="no compile worker comes up"):
         is_right("mixed")
@@ -406,9 +406,9 @@ def test_what_takes_a_result_apart_stays_with_it() -> None:
 
 def test_graphs_share_the_workers_of_a_process(counts: Counter[str]) -> None:
     assert is_right("f32")
-    started = backend.compile_service().started
+    started = toolchain.compile_service().started
     assert all(is_right(name) for name in ("f16", "plus-1"))
-    assert (counts["compiles"], backend.compile_service().started) == (3, started)
+    assert (counts["compiles"], toolchain.compile_service().started) == (3, started)
 
 
 def test_healing_is_quiet_at_the_second_graph(
