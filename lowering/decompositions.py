@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
 
-from lowering import attention, batch_norm, exact
+from lowering import attention, batch_norm, convolution, exact
 from lowering.views import view
 
 aten = torch.ops.aten
@@ -80,6 +80,7 @@ def _default_table() -> dict[OpOverload, Callable[..., Any]]:
         aten.view.default: view,
         **attention.DECOMPOSITIONS,
         **batch_norm.DECOMPOSITIONS,
+        **convolution.DECOMPOSITIONS,
         **exact.DECOMPOSITIONS,
     }
     return {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS), **ours}
