@@ -1,4 +1,4 @@
-"""Training: gradients, loss curves, seeds and the ops that only a backward pass has, as in eager."""
+"""Training: gradients, loss curves and seeds are those of eager."""
 
 from __future__ import annotations
 
