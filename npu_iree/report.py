@@ -57,6 +57,9 @@ def tell(report: CompileReport, plan: Plan) -> None:
     counters["npu_iree"]["graphs"] += 1
     counters["npu_iree"]["regions"] += len(plan.regions)
     counters["npu_iree"]["host_ops"] += len(plan.host_ops)
+    # Views and moves may be left to the host although the target can; these it cannot.
+    cannot = sum(op.kind in ("unsupported", "failed", "state") for op in plan.host_ops)
+    counters["npu_iree"]["unsupported_ops"] += cannot
     if unsupported := [op for op in plan.host_ops if op.kind == "unsupported"]:
         listed = "\n  ".join(map(str, unsupported))
         log.warning(

@@ -28,7 +28,8 @@ class Verdict:
 
     Attributes:
         key: of the case.
-        outcome: `device` (all of it ran there), `host` (right, and some of it ran on the host),
+        outcome: `device` (the target can run all of it), `host` (right, and some of it had to run
+            on the host),
             `skipped` (eager itself cannot do it), `error` (we raised), `wrong`, `hang`, `crash`.
         detail: the host ops, or what was wrong, in a few lines.
     """
@@ -90,8 +91,9 @@ def _try(case: Case, sample: Any, target: str) -> tuple[str, str]:
     if problem := _difference(actual, expected):
         return "wrong", problem
     counts = counters["npu_iree"]
-    if counts["host_ops"] or not counts["regions"] or counters["graph_break"]:
-        return "host", f"{counts['regions']} regions, {counts['host_ops']} host ops"
+    if counts["unsupported_ops"] or counters["graph_break"] or not counts["graphs"]:
+        breaks = len(counters["graph_break"])
+        return "host", f"{counts['unsupported_ops']} host ops, {breaks} graph breaks"
     return "device", ""
 
 

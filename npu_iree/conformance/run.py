@@ -32,9 +32,16 @@ def run_cases(
     for case, answer in run_all(function, todo, workers=jobs, limit_s=limit_s):
         verdict = _died(case, answer) if isinstance(answer, Died) else answer
         if journal is not None:
-            with journal.open("a") as lines:
-                lines.write(json.dumps(asdict(verdict)) + "\n")
+            _append(journal, verdict)
         yield verdict
+
+
+def _append(journal: Path, verdict: Verdict) -> None:
+    """Add a line; half a line before it, of a run that was killed, is ended first."""
+    with journal.open("a+b") as lines:
+        if lines.tell() and (lines.seek(-1, 2), lines.read(1))[1] != b"\n":
+            lines.write(b"\n")
+        lines.write(json.dumps(asdict(verdict)).encode() + b"\n")
 
 
 def read_journal(journal: Path | None) -> dict[str, Verdict]:
