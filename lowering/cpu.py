@@ -10,10 +10,17 @@ from pathlib import Path
 
 # What generated code may use, by LLVM's names; Linux writes most of them alike but for punctuation.
 _CODE_FEATURE = re.compile(
-    r"(s?sse.*|avx.*|amx.*|fma4?|f16c|bmi2?|lzcnt|popcnt|movbe|aes|vaes|v?pclmul(qdq)?|gfni|sha.*)"
+    r"(s?sse.*|avx.*|amx.*|fma4?|f16c|bmi2?|lzcnt|popcnt|movbe|aes|vaes|v?pclmul(qdq)?|gfni|sha.*|tbm|xop)"
 )
 # LLVM's name -> Linux's, where they are different words.
-_LINUX_NAMES = {"sse3": "pni", "bmi": "bmi1", "lzcnt": "abm", "pclmul": "pclmulqdq", "sha": "shani"}
+_LINUX_NAMES = {
+    "arm_64": "aarch64",
+    "bmi": "bmi1",
+    "lzcnt": "abm",
+    "pclmul": "pclmulqdq",
+    "sha": "shani",
+    "sse3": "pni",
+}
 _TARGET = re.compile(
     r'#hal\.executable\.target<"llvm-cpu", "embedded-elf-(?P<arch>\w+)"[^>]*?'
     r'cpu_features = "(?P<features>[^"]*)"'

@@ -1,8 +1,9 @@
-"""SHA-256 of what identifies things here: texts, bytes and tensors."""
+"""What identifies texts, files and tensors: SHA-256 of their bytes."""
 
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import torch
 
@@ -12,7 +13,21 @@ def text_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes, in hexadecimal, as `sha256sum` prints it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Return the SHA-256 of a tensor's bytes, dense and in the order of its dimensions."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(data.numpy().data).hexdigest()
+
+
+def is_same_value(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Say whether two tensors are of one dtype and shape and hold the same bytes."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    same_place = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
+    return same_place or tensor_digest(one) == tensor_digest(other)

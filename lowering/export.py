@@ -75,12 +75,21 @@ class Export:
     def region(self) -> Region:
         """Extract all of it as one region, its parameters named as in the `state_dict`.
 
+        For tools that know no manifest, its function takes the arguments in the model's order, then
+        the states, and gives the results in the model's order, then what is written.
+
         Raises:
             ExportError: it computes nothing.
         """
         if not self.captured.nodes:
             raise ExportError(f"entry point {self.name!r} computes nothing")
-        return extract_region(self.segment, self.captured.weights, self.parameters)
+        specs = self.program.graph_signature.output_specs
+        pairs = [*zip(specs, self.captured.outputs, strict=True)]
+        results = [v for spec, v in pairs if spec.kind in _RESULTS]
+        written = [v for spec, v in pairs if spec.kind not in _RESULTS]
+        nodes = [v for v in (*results, *written) if isinstance(v, fx.Node)]
+        order = (*self.captured.inputs, *nodes)
+        return extract_region(self.segment, self.captured.weights, self.parameters, order)
 
     def call(self, region: Region) -> Call:
         """Say how a call of the program becomes a call of the region's function."""
@@ -132,24 +141,31 @@ class Export:
         return outputs, writes
 
 
-def capture_export(
-    name: str, program: ExportedProgram, table: DecompositionTable, written: Collection[str]
-) -> Export:
+def functional(program: ExportedProgram, table: DecompositionTable) -> ExportedProgram:
+    """Decompose an exported program; only then does its signature tell what a call writes to.
+
+    Args:
+        program: what `torch.export.export` made.
+        table: the decompositions.
+    """
+    with warnings.catch_warnings():  # PyTorch warns of what it does itself
+        warnings.simplefilter("ignore", FutureWarning)
+        found: ExportedProgram = program.run_decompositions(dict(table))
+    return found
+
+
+def capture_export(name: str, program: ExportedProgram, written: Collection[str]) -> Export:
     """Take an exported program.
 
     Args:
         name: what its entry point is to be called.
-        program: what `torch.export.export` made.
-        table: the decompositions.
+        program: what `functional` made.
         written: buffers that a call of this or of another entry point writes to
             (`written_buffers`): they are arguments and results of each call.
 
     Raises:
         ExportError: it has inputs or results of a kind that no artifact can hold.
     """
-    with warnings.catch_warnings():  # PyTorch warns of what it does itself
-        warnings.simplefilter("ignore", FutureWarning)
-        program = program.run_decompositions(dict(table))
     graph_module = program.graph_module
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     specs = program.graph_signature.input_specs
@@ -204,7 +220,7 @@ def capture_export(
 
 
 def written_buffers(name: str, program: ExportedProgram) -> frozenset[str]:
-    """Return the names of the buffers that a call writes to.
+    """Return the names of the buffers that a call of what `functional` made writes to.
 
     Raises:
         ExportError: it writes to something else, or gives gradients.

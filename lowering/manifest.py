@@ -195,11 +195,12 @@ class _Row:
         items = self.take(name, list)
         return [_Row(item, f"{self.place}.{name}[{i}]") for i, item in enumerate(items)]
 
-    def items(self, name: str, kind: type[_Item]) -> tuple[_Item, ...]:
+    def items(self, name: str, *kinds: type[_Item]) -> tuple[_Item, ...]:
         items = self.take(name, list)
         for item in items:
-            if not isinstance(item, kind) or isinstance(item, bool):
-                raise ValueError(f"{self.place}: {_short(item)} in {name} is no {kind.__name__}")
+            if not isinstance(item, kinds) or isinstance(item, bool):
+                wanted = " or ".join(kind.__name__ for kind in kinds)
+                raise ValueError(f"{self.place}: {_short(item)} in {name} is no {wanted}")
         return tuple(items)
 
     def row(self, name: str) -> _Row:
@@ -256,7 +257,7 @@ def _spec(row: _Row) -> TensorSpec | ScalarSpec:
 
 def _tensor(row: _Row) -> TensorSpec:
     order = row.items("order", int)
-    shape: tuple[int | str, ...] = row.items("shape", (int, str))  # type: ignore[arg-type]
+    shape: tuple[int | str, ...] = row.items("shape", int, str)
     if sorted(order) != list(range(len(shape))):
         raise ValueError(f"{row.place}: order {list(order)} is none of {len(shape)} dimensions")
     return TensorSpec(row.take("dtype", str), shape, order)
@@ -265,7 +266,7 @@ def _tensor(row: _Row) -> TensorSpec:
 def _source(row: _Row) -> Source:
     kind = row.take("kind", str)
     if kind not in ("argument", "result", "state", "parameter", "constant", "size"):
-        raise ValueError(f"{row.place}: no value comes from a {kind!r}")
+        raise ValueError(f"{row.place}: no value comes from a {_short(kind)}")
     return Source(kind, row.take("index", int), row.take("name", str), _constant(row))
 
 

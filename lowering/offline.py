@@ -15,10 +15,10 @@ from lowering.bisect import diagnose
 from lowering.build import Builder
 from lowering.capabilities import Capabilities
 from lowering.decompositions import decomposition_table
-from lowering.digest import tensor_digest
+from lowering.digest import is_same_value, tensor_digest
 from lowering.dtypes import dtype_name
 from lowering.errors import StageError, UnsupportedOpError
-from lowering.export import Export, ExportError, capture_export, written_buffers
+from lowering.export import Export, ExportError, capture_export, functional, written_buffers
 from lowering.heal import Healer
 from lowering.key import compiler_build
 from lowering.manifest import Manifest, Parameter
@@ -55,8 +55,9 @@ def capture_exports(
         ExportError: they cannot be held by one artifact; says why.
     """
     table = decomposition_table(keep_ops)
+    programs = {name: functional(program, table) for name, program in programs.items()}
     written = frozenset().union(*(written_buffers(n, p) for n, p in programs.items()))
-    exports = [capture_export(n, p, table, written) for n, p in programs.items()]
+    exports = [capture_export(n, p, written) for n, p in programs.items()]
     _shared_tensors(exports)
     return exports
 
@@ -114,6 +115,8 @@ def compile_exports(
 
 def _blame(exports: Sequence[Export], builder: Builder, error: StageError) -> None:
     """Find out which ops the compiler refuses, and raise an error that lists them, if any."""
+    if _refuses_everything(builder):
+        return
     ops = []
     for export in exports:
         blamed = _refused(export, builder)
@@ -121,6 +124,19 @@ def _blame(exports: Sequence[Export], builder: Builder, error: StageError) -> No
         ops += list(why_host(nodes, _ANYTHING, failed=blamed).values())
     if ops:
         raise UnsupportedOpError(builder.target.name, ops, *_NO_HOST) from error
+
+
+class _AddOne(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+def _refuses_everything(builder: Builder) -> bool:
+    """Say whether even the smallest program fails: then a flag is to blame, and no op."""
+    program = torch.export.export(_AddOne(), (torch.ones(2),))
+    (export,) = capture_exports({"main": program})
+    with tempfile.TemporaryDirectory(prefix="npu-iree-") as scratch:
+        return builder.attempt(export.region(), Path(scratch)) is not None
 
 
 def _refused(export: Export, builder: Builder) -> dict[fx.Node, str]:
@@ -146,17 +162,12 @@ def _shared_tensors(exports: Sequence[Export]) -> dict[str, torch.Tensor]:
     for export in exports:
         for name, tensor in export.tensors.items():
             known = shared.setdefault(name, tensor)
-            if known is not tensor and not _is_equal(known, tensor):
+            if known is not tensor and not is_same_value(known, tensor):
                 raise ExportError(
                     f"parameter {name} is another tensor in entry point {export.name!r} than in "
                     "the ones before it; entry points of one artifact share their parameters"
                 )
     return shared
-
-
-def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    same_kind = one.dtype == other.dtype and one.shape == other.shape
-    return same_kind and (one.data_ptr() == other.data_ptr() or torch.equal(one, other))
 
 
 def _parameters(

@@ -47,7 +47,10 @@ class Region:
 
 
 def extract_region(
-    segment: Segment, bound: Collection[fx.Node], names: Mapping[fx.Node, str] | None = None
+    segment: Segment,
+    bound: Collection[fx.Node],
+    names: Mapping[fx.Node, str] | None = None,
+    order: Sequence[fx.Node] = (),
 ) -> Region:
     """Copy a device segment into a graph of its own.
 
@@ -63,8 +66,11 @@ def extract_region(
         segment: nodes to run on the device.
         bound: nodes (weights, constants) that are bound once instead of passed at each call.
         names: what each of them is bound under; by default `p0`, `p1`, ...
+        order: which input, and which output, comes before which; by default as they are used.
     """
-    sources = segment.inputs
+    rank = {node: i for i, node in reversed([*enumerate(order)])}
+    sources = sorted(segment.inputs, key=lambda n: rank.get(n, 0))
+    outputs = tuple(sorted(segment.outputs, key=lambda n: rank.get(n, 0)))
     constants = [n for n in sources if n.op == "get_attr" and n not in bound]
     inputs = tuple(n for n in sources if n not in bound and n not in constants)
     parameters = tuple(n for n in sources if n in bound)
@@ -75,12 +81,12 @@ def extract_region(
     for node in (*constants, *segment.nodes):
         values[node] = graph.node_copy(node, lambda n: values[n])
         values[node].meta = copy.copy(node.meta)
-    graph.output([_give(graph, values[n], n) for n in segment.outputs])
+    graph.output([_give(graph, values[n], n) for n in outputs])
     owner = segment.nodes[0].graph.owning_module
     signature = Signature(
         inputs=tuple(value_spec(n.meta["val"]) for n in inputs),
         parameters=tuple(tensor_spec(n.meta["val"]) for n in parameters),
-        outputs=tuple(tensor_spec(n.meta["val"]) for n in segment.outputs),
+        outputs=tuple(tensor_spec(n.meta["val"]) for n in outputs),
     )
     return Region(
         name=segment.name,
@@ -90,7 +96,7 @@ def extract_region(
         parameter_names=tuple(
             parameter_name(i) if names is None else names[n] for i, n in enumerate(parameters)
         ),
-        outputs=segment.outputs,
+        outputs=outputs,
         signature=signature,
         ops=tuple((str(n.target), user_line(n)) for n in segment.nodes),
     )

@@ -70,7 +70,9 @@ def read_manifest(path: Path) -> Manifest:
         text = archive.read(MEMBER, _MANIFEST_BYTES)
     try:
         manifest = Manifest.from_json(text.decode())
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise ArtifactError(path, "its manifest nests too deep") from error
+    except ValueError as error:
         raise ArtifactError(path, str(error)) from error
     if not 0 < manifest.module_bytes <= path.stat().st_size:
         raise ArtifactError(

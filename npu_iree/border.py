@@ -71,6 +71,7 @@ def fetch(
     crossings: Sequence[Crossing],
     reader: str,
     imported: list[torch.Tensor],
+    kept: Sequence[DeviceArray] = (),
 ) -> list[torch.Tensor]:
     """Bring handles to the host in one batch, behind one wait.
 
@@ -80,6 +81,8 @@ def fetch(
         crossings: what is known of each.
         reader: who needs them.
         imported: host memory that the device was given, or gave, in this call.
+        kept: other results of the call, which the device goes on to use: nobody else gets their
+            memory.
 
     Raises:
         DeviceError: the work that makes one of them failed.
@@ -92,6 +95,7 @@ def fetch(
         record(Transfer("wait", "wait", 0, ", ".join(c.name for c in crossings), reader))
     tensors = device.fetch(arrays)
     if device.target.memory == "unified":
+        imported += device.fetch(kept)
         _separate(tensors, imported, crossings, reader)
     pairs = zip(tensors, crossings, strict=True)
     return [t if c.back is None else t.permute(c.back) for t, c in pairs]
@@ -110,7 +114,7 @@ def _separate(
     """
     for i in overlapping(tensors, imported):
         if is_watched():
-            reason = "its memory is also that of an argument or another result"
+            reason = "its memory is also that of an argument, a state or another result"
             name, where = crossings[i].name, crossings[i].where
             record(Transfer("d2h", "staged", tensors[i].nbytes, name, reader, where, reason))
         tensors[i] = tensors[i].clone()

@@ -93,6 +93,8 @@ class Function:
         entry = executable.artifact.entries[name]
         ops = tuple(f"{op} at {line}" if line else op for op, line in entry.ops)
         function = executable._module.lookup_function(name)
+        if function is None:
+            raise ValueError(f"the module has no function {name[:80]!r}")
         called = executable.artifact.name if name == ENTRY else name
         self.work = Work(called, ops)
         self.declaration: str = function.reflection.get("iree.abi.declaration", "")

@@ -54,7 +54,7 @@ def demo(
 
 
 def main() -> None:
-    """Run the command line; an error of ours is one clear message and exit code 1."""
+    """Run the command line; an error of ours is one clear message and an exit code by its kind."""
     try:
         app()
     except NpuIreeError as error:

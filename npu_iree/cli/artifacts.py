@@ -7,6 +7,7 @@ import re
 import statistics
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,10 +23,11 @@ from lowering.manifest import Argument, Call, Manifest
 from lowering.signature import ScalarSpec
 from lowering.vmfb import unpack
 from npu_iree.array import DeviceArray
-from npu_iree.cli.exits import as_json, exit_code
+from npu_iree.cli.exits import telling_errors
 from npu_iree.errors import ArgumentError, NpuIreeError, OptionError
 from npu_iree.offline.entry import LoadedEntry
 from npu_iree.offline.load import load
+from npu_iree.offline.sizes import evaluate
 
 console = Console()
 
@@ -62,16 +64,17 @@ def run_command(
     as_json_: AsJson = False,
 ) -> None:
     """Run an artifact on inputs from files, and write or show its results."""
-    function = _function(artifact, entry, target, params)
-    arguments = _arguments(function, inputs, sizes)
     times = []
-    for _ in range(repeat):
-        started = time.perf_counter()
-        results = function.call_flat(arguments)
-        times.append(time.perf_counter() - started)
-    tensors = {f"output{i}": r for i, r in enumerate(results) if isinstance(r, torch.Tensor)}
-    if output is not None:
-        _write(output, tensors)
+    with telling_errors(console, as_json_=as_json_):
+        function = _function(artifact, entry, target, params)
+        arguments = _arguments(function, inputs, sizes)
+        for _ in range(repeat):
+            started = time.perf_counter()
+            results = function.call_flat(arguments)
+            times.append(time.perf_counter() - started)
+        tensors = {f"output{i}": r for i, r in enumerate(results) if isinstance(r, torch.Tensor)}
+        if output is not None:
+            _write(output, tensors)
     rows: list[dict[str, Any]] = [
         {"name": n, "shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
         for n, t in tensors.items()
@@ -89,14 +92,9 @@ def run_command(
 
 def inspect_command(artifact: Artifact, as_json_: AsJson = False) -> None:
     """Show what an artifact is: signature, sizes, dispatches, parameters, where it came from."""
-    try:
+    with telling_errors(console, as_json_=as_json_):
         manifest, module = unpack(artifact)
         facts = {**_facts(artifact, manifest), "dispatches": _dispatches(module)}
-    except NpuIreeError as error:
-        if not as_json_:
-            raise
-        console.print_json(json.dumps(as_json(error)))
-        raise SystemExit(exit_code(error)) from error
     if as_json_:
         console.print_json(json.dumps({**facts, "manifest": json.loads(manifest.to_json())}))
         return
@@ -122,19 +120,20 @@ def bench_command(
     as_json_: AsJson = False,
 ) -> None:
     """Time an artifact: latency of a call, and throughput with several calls in flight."""
-    function = _function(artifact, entry, target, params)
-    arguments = _arguments(function, inputs, sizes, drawn=True)
-    for _ in range(max(2, calls // 10)):
-        function.call_flat(arguments)
-    times = sorted(_timed(function, arguments) for _ in range(calls))
-    figures: dict[str, Any] = {
-        "calls": calls,
-        "latency_ms": {
-            f"p{p}": times[min(calls - 1, calls * p // 100)] * 1e3 for p in (50, 90, 99)
-        },
-        "in_flight": in_flight,
-        "calls_per_second": _throughput(function, arguments, calls, in_flight),
-    }
+    with telling_errors(console, as_json_=as_json_):
+        function = _function(artifact, entry, target, params)
+        arguments = _arguments(function, inputs, sizes, drawn=True)
+        for _ in range(max(2, calls // 10)):
+            function.call_flat(arguments)
+        times = sorted(_timed(function, arguments) for _ in range(calls))
+        figures: dict[str, Any] = {
+            "calls": calls,
+            "latency_ms": {
+                f"p{p}": times[min(calls - 1, calls * p // 100)] * 1e3 for p in (50, 90, 99)
+            },
+            "in_flight": in_flight,
+            "calls_per_second": _throughput(function, arguments, calls, in_flight),
+        }
     if as_json_:
         console.print_json(json.dumps(figures))
         return
@@ -160,6 +159,9 @@ def _arguments(
     """Make the leaves of a call from `name=value` texts; `drawn`: what is not given is drawn."""
     given: dict[str, str] = dict(_pair(text, "--input") for text in inputs)
     known = {name: _int(text, name) for name, text in (_pair(t, "--size") for t in sizes)}
+    if unknown := [n for n in known if n not in function.call.symbols]:
+        there = ", ".join(function.call.symbols) or "none"
+        raise OptionError(f"no size {', '.join(unknown)}; there are: {there}")
     names = [a.name for a in function.call.arguments]
     if unknown := [n for n in given if n not in names]:
         raise ArgumentError(f"no input {', '.join(unknown)}; there are {', '.join(names)}")
@@ -184,7 +186,7 @@ def _value(
     if spec is None:
         return argument.value
     if isinstance(spec, ScalarSpec):
-        return _int(text, argument.name) if spec.dtype == "i64" else float(text)
+        return _number(spec.dtype, text, argument.name)
     if text != "@rand":
         return _read(argument.name, Path(text.removeprefix("@")))
     shape = [size if isinstance(size, int) else _size(size, call, sizes) for size in spec.shape]
@@ -197,11 +199,13 @@ def _value(
 def _size(symbol: str, call: Call, sizes: dict[str, int]) -> int:
     if symbol in sizes:
         return sizes[symbol]
-    low, high = call.symbols.get(symbol, (1, None))
-    chosen = max(low, 16) if high is None else min(max(low, 16), high)
     if not symbol.isidentifier():
-        raise OptionError(f"give the dynamic size {symbol} by a file, not by @rand")
-    return chosen
+        try:
+            return int(evaluate(symbol, {n: _size(n, call, sizes) for n in call.symbols}))
+        except ValueError as error:
+            raise OptionError(f"give the input of size {symbol} by a file: {error}") from error
+    low, high = call.symbols.get(symbol, (1, None))
+    return max(low, 16) if high is None else min(max(low, 16), high)
 
 
 def _read(name: str, path: Path) -> torch.Tensor:
@@ -303,7 +307,22 @@ def _pair(text: str, option: str) -> tuple[str, str]:
 
 
 def _int(text: str, name: str) -> int:
+    if not text.isdecimal():
+        raise OptionError(f"{name} is a size, not {text!r}")
+    return int(text)
+
+
+def _number(dtype: str, text: str, name: str) -> int | float | bool:
+    kind, read = _NUMBERS[dtype]
     try:
-        return int(text)
-    except ValueError as error:
-        raise OptionError(f"{name} is a whole number, not {text!r}") from error
+        return read("1" if text == "@rand" else text)
+    except (KeyError, ValueError) as error:
+        raise OptionError(f"{name} is {kind}, not {text!r}") from error
+
+
+# dtype of a number -> what it is, and how it is read.
+_NUMBERS: dict[str, tuple[str, Callable[[str], int | float | bool]]] = {
+    "i64": ("a whole number", int),
+    "f64": ("a number", float),
+    "i1": ("true or false", {"true": True, "false": False, "1": True, "0": False}.__getitem__),
+}

@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,8 +17,8 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from npu_iree.cli.exits import HELP, as_json, exit_code
-from npu_iree.errors import NpuIreeError, OptionError
+from npu_iree.cli.exits import HELP, telling_errors
+from npu_iree.errors import OptionError
 
 console = Console()
 err_console = Console(stderr=True)
@@ -41,6 +41,7 @@ class HostOps(StrEnum):
 
 
 NONE: list[str] = []
+Tell = Callable[[str], None]
 
 
 def compile_command(
@@ -49,7 +50,7 @@ def compile_command(
         typer.Argument(
             help="file.pt2, package.module:function or file.py:function that returns (model, "
             "example inputs), or an IR file of a stage; `name=` before it names its entry point",
-            metavar="[NAME=]SOURCE...",
+            metavar="[NAME=]SOURCE",
         ),
     ],
     output: Annotated[
@@ -73,7 +74,9 @@ def compile_command(
     stop_after: Annotated[
         str | None,
         typer.Option(
-            metavar="STAGE", help="write the product of this stage instead of an artifact"
+            metavar="STAGE",
+            help="write the product of this stage instead of an artifact: aten-to-torch, "
+            "torch-to-linalg, linalg-to-flow or flow-to-vmfb",
         ),
     ] = None,
     flag: Annotated[list[str], typer.Option(help="one more flag for iree-compile")] = NONE,
@@ -81,19 +84,35 @@ def compile_command(
     bundle: Annotated[
         bool, typer.Option("--bundle", help="write a bundle for torch.compile (.npub)")
     ] = False,
+    imports: Annotated[
+        list[str],
+        typer.Option(
+            "--import", metavar="MODULE", help="import it first; for types that a .pt2 file holds"
+        ),
+    ] = NONE,
     as_json_: Annotated[bool, typer.Option("--json", help="print the outcome as JSON")] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="run the artifact and compare it with eager")
     ] = False,
 ) -> None:
     """Compile models ahead of time, into a .vmfb that runs where no compiler is installed."""
-    if host_ops is HostOps.ALLOW and not bundle:
-        raise OptionError("an artifact has no host: --host-ops allow goes with --bundle")
+    from npu_iree.offline.sources import import_modules
     from npu_iree.offline.verify import verify_artifact
 
     kind = "irpa" if params is Params.SPLIT else params.value
     started = time.perf_counter()
-    try:
+    with telling_errors(console, as_json_=as_json_):
+        _check_options(
+            sources,
+            stop_after=stop_after,
+            cpu=cpu,
+            dynamic=dynamic,
+            params=params,
+            bundle=bundle,
+            host_ops=host_ops,
+            verify=verify,
+        )
+        import_modules(imports)
         with _progress() as tell:
             made = _make(
                 sources,
@@ -108,14 +127,9 @@ def compile_command(
                 bundle,
                 tell,
             )
-            if verify and not stop_after and not bundle:
+            if verify and not bundle:
                 tell("comparing with eager")
                 made["difference"] = verify_artifact(sources, output)
-    except NpuIreeError as error:
-        if not as_json_:
-            raise
-        console.print_json(json.dumps(as_json(error)))
-        raise SystemExit(exit_code(error)) from error
     made["seconds"] = round(time.perf_counter() - started, 2)
     if as_json_:
         console.print_json(json.dumps(made))
@@ -124,6 +138,46 @@ def compile_command(
 
 
 compile_command.__doc__ = f"{compile_command.__doc__}\n\n{HELP}"
+
+
+def _check_options(
+    sources: list[str],
+    *,
+    stop_after: str | None,
+    cpu: str | None,
+    dynamic: list[str],
+    params: Params,
+    bundle: bool,
+    host_ops: HostOps,
+    verify: bool,
+) -> None:
+    """Refuse options that would have no effect, before anything is compiled."""
+    from lowering.pipeline import STAGES
+
+    stages = [s.name for s in STAGES]
+    if stop_after is not None and stop_after not in stages:
+        raise OptionError(f"no stage {stop_after!r}; there are: {', '.join(stages)}")
+    if host_ops is HostOps.ALLOW and not bundle:
+        raise OptionError("an artifact has no host: --host-ops allow goes with --bundle")
+    given = {
+        "--stop-after": stop_after is not None,
+        "--cpu": cpu is not None,
+        "--dynamic": bool(dynamic),
+        "--params": params is not Params.SPLIT,
+        "--verify": verify,
+    }
+    without: dict[str, tuple[str, ...]] = {}
+    if bundle:
+        without["a bundle"] = ("--stop-after", "--cpu", "--params")
+    if stop_after is not None:
+        without["a stage's product"] = ("--verify", "--params")
+    if any(source.endswith(".mlir") for source in sources):
+        without["an artifact from IR"] = ("--stop-after", "--dynamic", "--params", "--verify")
+        if len(sources) > 1 or bundle:
+            raise OptionError("an IR file is compiled alone, and not into a bundle")
+    for what, options in without.items():
+        if useless := [option for option in options if given[option]]:
+            raise OptionError(f"{what} has no {', '.join(useless)}")
 
 
 def _make(
@@ -137,7 +191,7 @@ def _make(
     flags: list[str],
     host_ops: HostOps,
     bundle: bool,
-    tell: Any,
+    tell: Tell,
 ) -> dict[str, Any]:
     """Write what was asked for; return what is to be told of it."""
     from npu_iree.offline.build import BuildOptions, write_artifact, write_stage
@@ -157,6 +211,7 @@ def _make(
         params=params,  # type: ignore[arg-type]
         source=source_record(sources),
     )
+    options.check()
     if sources[0].endswith(".mlir"):
         return _told(output, write_from_ir(Path(sources[0]), output, options))
     tell("exporting")
@@ -168,10 +223,7 @@ def _make(
             programs[name] = program
     tell("capturing")
     if stage:
-        try:
-            write_stage(programs, output, stage, options)
-        except ValueError as error:
-            raise OptionError(str(error)) from error
+        write_stage(programs, output, stage, options)
         return {"output": str(output), "bytes": output.stat().st_size, "stage": stage}
     return _told(output, write_artifact(programs, output, options))
 
@@ -208,32 +260,47 @@ def _print(made: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Any]:
-    """Show what is being done: the stages tell it by their log."""
+def _progress() -> Iterator[Tell]:
+    """Show what is being done: in one line of a terminal, or line by line in a log."""
+    if not err_console.is_terminal:
+        with _telling_stages(_print_line):
+            yield _print_line
+        return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    log = logging.getLogger("lowering.pipeline")
     with Progress(*columns, console=err_console, transient=True) as progress:
         task = progress.add_task("starting")
 
         def tell(text: str) -> None:
             progress.update(task, description=text)
 
-        handler, level, propagate = _Teller(tell), log.level, log.propagate
-        log.addHandler(handler)
-        log.setLevel(logging.DEBUG)
-        log.propagate = level not in (logging.NOTSET,) and propagate
-        try:
+        with _telling_stages(tell):
             yield tell
-        finally:
-            log.removeHandler(handler)
-            log.setLevel(level)
-            log.propagate = propagate
+
+
+def _print_line(text: str) -> None:
+    err_console.print(escape(text), highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _telling_stages(tell: Tell) -> Iterator[None]:
+    """Tell what the stages log."""
+    log = logging.getLogger("lowering.pipeline")
+    handler, level, propagate = _Teller(tell), log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    log.propagate = level not in (logging.NOTSET,) and propagate
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagate
 
 
 class _Teller(logging.Handler):
     """Hands the stages' messages to a progress display."""
 
-    def __init__(self, tell: Any) -> None:
+    def __init__(self, tell: Tell) -> None:
         super().__init__(logging.DEBUG)
         self._tell = tell
 

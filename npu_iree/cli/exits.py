@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+from collections.abc import Iterator
+
+from rich.console import Console
+
 from lowering.export import ExportError
 from npu_iree.errors import (
     ArgumentError,
@@ -52,3 +58,15 @@ def as_json(error: NpuIreeError) -> dict[str, object]:
             {"op": o.op, "reason": o.reason, "where": o.where, "code": o.code} for o in error.ops
         ]
     return found
+
+
+@contextlib.contextmanager
+def telling_errors(console: Console, *, as_json_: bool) -> Iterator[None]:
+    """With `--json`, print an error of ours as JSON, and end with its exit code."""
+    try:
+        yield
+    except NpuIreeError as error:
+        if not as_json_:
+            raise
+        console.print_json(json.dumps(as_json(error)))
+        raise SystemExit(exit_code(error)) from error

@@ -15,7 +15,7 @@ from npu_iree.array import DeviceArray
 from npu_iree.errors import ArgumentError
 from npu_iree.offline.sizes import match_shape
 
-_NUMBERS: dict[str, type] = {"i64": int, "f64": float, "i1": bool}
+NUMBERS: dict[str, type] = {"i64": int, "f64": float, "i1": bool}
 
 
 def by_name(
@@ -48,7 +48,7 @@ def check_argument(argument: Argument, value: Any, sizes: dict[str, int]) -> Non
             )
         return
     if isinstance(spec, ScalarSpec):
-        kind = _NUMBERS[spec.dtype]
+        kind = NUMBERS[spec.dtype]
         if type(value) is not kind:
             raise ValueError(f"{name} is {kind.__name__}, not {type(value).__name__}")
         return

@@ -9,16 +9,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch.export import ExportedProgram
 
 from lowering.cache import write_atomically
 from lowering.compiler import Compiler
 from lowering.errors import ArtifactError
+from lowering.export import ExportError
 from lowering.manifest import Manifest
 from lowering.offline import OfflineProgram, capture_exports, check_exports, compile_exports
 from lowering.pipeline import stop_after
 from lowering.program import Program
 from lowering.vmfb import pack
+from npu_iree.errors import OptionError
 from npu_iree.offline.parameters import save_parameters
 from npu_iree.options import Options
 from npu_iree.toolchain import compiler_for
@@ -57,7 +60,7 @@ class BuildOptions:
             return compiler
         target = compiler.builder.target
         if not any(_HOST_CPU in flags for flags in target.flag_sets):
-            raise ArtifactError(self.target, "it is no target of CPU code, so it has no --cpu")
+            raise OptionError(f"{self.target} is no target of CPU code, so it has no --cpu")
         wanted = _HOST_CPU.replace("host", self.cpu)
         flag_sets = tuple(
             tuple(wanted if flag == _HOST_CPU else flag for flag in flags)
@@ -65,6 +68,16 @@ class BuildOptions:
         )
         builder = replace(compiler.builder, target=replace(target, flag_sets=flag_sets))
         return replace(compiler, builder=builder)
+
+    def check(self) -> None:
+        """Check that there is such a target, that it takes these options, and a compiler.
+
+        Raises:
+            OptionError: there is none, or it does not.
+            VersionError: the verified compilers are not installed.
+        """
+        check_versions("torch", "torch-mlir", "iree-base-compiler", "iree-base-runtime")
+        _ = self.compiler
 
     @property
     def driver(self) -> str:
@@ -94,12 +107,14 @@ def write_artifact(
         StageError: the compiler refused the program.
         ArtifactError: nothing can be written there.
     """
-    check_versions("torch", "torch-mlir", "iree-base-compiler", "iree-base-runtime")
+    options.check()
     path, compiler = Path(path), options.compiler
+    beside = path.with_suffix(f".{options.params}")
+    if path.is_dir() or path == beside:
+        raise ArtifactError(path, "it cannot be written: call it something.vmfb")
     exports = capture_exports(programs, compiler.builder.target.keep_ops)
     check_exports(exports, options.target, compiler.capabilities)
     tensors = {name: t for export in exports for name, t in export.tensors.items()}
-    beside = path.with_suffix(f".{options.params}")
     if options.params == "embed" and tensors:
         with tempfile.TemporaryDirectory(prefix="npu-iree-") as scratch:
             file = Path(scratch) / "parameters.irpa"
@@ -109,19 +124,32 @@ def write_artifact(
             builder = replace(builder, toolchain=replace(builder.toolchain, flags=flags))
             made = compile_exports(exports, builder, driver=options.driver)
             made = _without_flags(made, _import_flags(file))
+            _check_embedded(made.manifest)
     else:
         name = beside.name if tensors else ""
         made = compile_exports(
             exports, compiler.builder, driver=options.driver, parameter_file=name
         )
-        if tensors:
-            save_parameters(made.tensors, beside)
     manifest = replace(made.manifest, source=dict(options.source))
+    write_files(path, pack(made.module, manifest), manifest.parameter_file, made.tensors)
+    return manifest
+
+
+def write_files(
+    path: Path, artifact: bytes, parameter_file: str, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Write an artifact and its parameters: neither is there before both are written."""
     try:
-        write_atomically(path, pack(made.module, manifest))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".npu-iree-", dir=path.parent) as folder:
+            scratch = Path(folder)
+            if parameter_file:
+                save_parameters(tensors, scratch / parameter_file)
+            write_atomically(scratch / path.name, artifact)
+            for file in sorted(scratch.iterdir()):
+                os.replace(file, path.parent / file.name)
     except OSError as error:
         raise ArtifactError(path, f"it cannot be written: {error}") from error
-    return manifest
 
 
 def write_stage(
@@ -141,10 +169,18 @@ def write_stage(
     regions = {export.name: export.region() for export in exports}
     builder = compiler.builder
     product = stop_after(stage, Program("main", regions), builder.target, builder.toolchain)
-    try:
-        write_atomically(Path(path), product)
-    except OSError as error:
-        raise ArtifactError(Path(path), f"it cannot be written: {error}") from error
+    write_files(Path(path), product, "", {})
+
+
+def _check_embedded(manifest: Manifest) -> None:
+    """Refuse to embed what is no constant of the module: calls change it, or hand it out."""
+    outputs = [source for call in manifest.entries.values() for source in call.outputs]
+    returned = {source.name for source in outputs if source.kind == "parameter"}
+    if names := sorted({*manifest.states, *returned}):
+        raise ExportError(
+            f"{', '.join(names)} cannot be embedded: calls write to it or return it. Keep the "
+            "parameters in a file beside the artifact (--params split)"
+        )
 
 
 def _import_flags(file: Path) -> Sequence[str]:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 
-from npu_iree.errors import OptionError
+from npu_iree.errors import NpuIreeError, OptionError
 from npu_iree.offline.sources import load_examples
 from npu_iree.offline.verify import compare_results
 
@@ -43,7 +44,12 @@ def write_bundle(
     )
     with torch.no_grad():
         expected = example.model(*example.args, **example.kwargs)
-        actual = compiled(*example.args, **example.kwargs)
+        try:
+            actual = compiled(*example.args, **example.kwargs)
+        except BackendCompilerFailed as error:  # how Dynamo wraps what we raise
+            if isinstance(error.inner_exception, NpuIreeError):
+                raise error.inner_exception from error
+            raise
     difference = compare_results(name, actual, expected)
     save_bundle(compiled, path)
     return {"output": str(path), "bytes": path.stat().st_size, "difference": difference}

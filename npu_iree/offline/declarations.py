@@ -1,13 +1,16 @@
-"""What a manifest says of functions, against what the module itself declares of them."""
+"""What a manifest says, against itself and against what the module declares of its functions."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
 
-from lowering.manifest import Manifest
+from lowering.dtypes import DTYPES, dtype_name
+from lowering.manifest import Call, Manifest, Source
 from lowering.signature import ScalarSpec, TensorSpec
 from npu_iree.executable import Executable
+from npu_iree.offline.arguments import NUMBERS
 
 _TENSOR = re.compile(r"tensor<((?:[^<>]|<[^<>]*>)*)>")
 # How IREE declares an element type, where it is not our name.
@@ -28,6 +31,86 @@ def check_declarations(executable: Executable, manifest: Manifest) -> None:
         given = call.function.outputs  # the module may give more: see lowering's keep_arguments
         _compare(name, "takes", _tensors(call.function.inputs), inputs)
         _compare(name, "gives", given, outputs[: len(given)])
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Check that there is something to call, and that all dtypes are known.
+
+    Raises:
+        ValueError: there is not, or one is not.
+    """
+    if not manifest.entries:
+        raise ValueError("it has no entry points")
+    specs: list[TensorSpec | ScalarSpec] = []
+    for call in manifest.entries.values():
+        function = call.function
+        specs += [*function.inputs, *function.parameters, *function.outputs]
+        specs += [a.spec for a in call.arguments if a.spec is not None]
+    wrong = {s.dtype for s in specs if s.dtype not in (NUMBERS if _is_number(s) else DTYPES)}
+    wrong |= {p.dtype for p in manifest.parameters if p.dtype not in DTYPES}
+    if wrong:
+        listed = ", ".join(sorted(wrong))
+        raise ValueError(f"this version of npu_iree knows no dtype {listed[:200]}")
+
+
+def check_call(
+    name: str, call: Call, parameters: Container[str], states: Mapping[str, Any]
+) -> None:
+    """Check that each value of a call comes from where there is one of its kind.
+
+    Args:
+        name: of the entry point.
+        call: what the manifest says of it.
+        parameters: the names of those there are.
+        states: the states by name, as tensors or handles.
+
+    Raises:
+        ValueError: one does not.
+    """
+    counts = {"argument": len(call.arguments), "result": len(call.function.outputs)}
+    names: dict[str, Container[str]] = {"state": states.keys(), "parameter": parameters}
+    for source in (*call.takes, *call.outputs, *(s for pair in call.writes for s in pair)):
+        if source.kind in counts and not 0 <= source.index < counts[source.kind]:
+            raise ValueError(f"{name}: there is no {source.kind} {source.index}")
+        if source.kind in names and source.name not in names[source.kind]:
+            raise ValueError(f"{name}: there is no {source.kind} {source.name[:80]!r}")
+    if len(call.takes) != len(call.function.inputs):
+        raise ValueError(f"{name}: takes and inputs do not match")
+    for source, spec in zip(call.takes, call.function.inputs, strict=True):
+        _check_same(name, _kind(call, states, source), _plain_kind(spec))
+    for target, source in call.writes:
+        if target.kind not in ("argument", "state") or source.kind not in ("argument", "result"):
+            raise ValueError(f"{name}: a {source.kind} cannot be written to a {target.kind}")
+        if target.kind == "state" and source.kind != "result":
+            raise ValueError(f"{name}: state {target.name[:80]} is set to no result")
+        _check_same(name, _kind(call, states, target), _kind(call, states, source))
+
+
+def _kind(call: Call, states: Mapping[str, Any], source: Source) -> tuple[str, int]:
+    """Return the dtype and the number of dimensions of a value; -1 of a number."""
+    match source.kind:
+        case "argument":
+            spec = call.arguments[source.index].spec
+            return _plain_kind(spec) if spec is not None else ("constant", -1)
+        case "result":
+            return _plain_kind(call.function.outputs[source.index])
+        case "state":
+            state = states[source.name]
+            return dtype_name(state.dtype), len(state.shape)
+    return source.kind, -1
+
+
+def _plain_kind(spec: TensorSpec | ScalarSpec) -> tuple[str, int]:
+    return spec.dtype, len(spec.shape) if isinstance(spec, TensorSpec) else -1
+
+
+def _check_same(name: str, one: tuple[str, int], other: tuple[str, int]) -> None:
+    if one != other:
+        raise ValueError(f"{name}: a value is {one[0]} of {one[1]} dimensions, and {other} too")
+
+
+def _is_number(spec: TensorSpec | ScalarSpec) -> bool:
+    return isinstance(spec, ScalarSpec)
 
 
 def declared_tensors(declaration: str) -> tuple[list[str], list[str]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +14,12 @@ from lowering.signature import TensorSpec
 from npu_iree.array import DeviceArray
 from npu_iree.border import Crossing, fetch, put_in_place
 from npu_iree.device import Device
-from npu_iree.errors import ArgumentError
+from npu_iree.errors import ArgumentError, ArtifactError
 from npu_iree.executable import Executable
 from npu_iree.offline.arguments import by_name, check_argument
-from npu_iree.offline.sizes import check_ranges, evaluate
+from npu_iree.offline.declarations import check_call
+from npu_iree.offline.sizes import check_ranges, evaluate, places_of
+from npu_iree.offline.states import State, States
 from npu_iree.offline.trees import read_tree
 
 
@@ -36,35 +38,35 @@ class LoadedEntry:
         executable: Executable,
         device: Device,
         parameters: Mapping[str, torch.Tensor],
-        states: dict[str, Any],
-        lock: threading.Lock,
+        states: States,
     ) -> None:
         self.name, self.call = name, call
         self._function = executable.functions[name]
         self._device = device
         self._parameters = parameters
         self._states = states
-        self._lock = lock
         self._in_tree, self._out_tree = read_tree(call.in_tree), read_tree(call.out_tree)
         self._crossings = [
             Crossing.of(f"result {i}", s.order) for i, s in enumerate(call.function.outputs)
         ]
         read = [*call.outputs, *(s for target, s in call.writes if target.kind == "argument")]
         self._fetched = sorted({s.index for s in read if s.kind == "result"})
+        self._written_arguments = [t.index for t, _ in call.writes if t.kind == "argument"]
+        self._places = places_of(
+            {a.name: a.spec.shape for a in call.arguments if isinstance(a.spec, TensorSpec)}
+        )
+        self._written = {t.name: s.index for t, s in call.writes if t.kind == "state"}
+        used = [*call.takes, *call.outputs]
+        self._is_stateful = bool(self._written) or any(s.kind == "state" for s in used)
         self._check()
 
     def _check(self) -> None:
-        """Check that the parts of the manifest are of one another."""
-        limits = {"argument": len(self.call.arguments), "result": len(self.call.function.outputs)}
-        writes = [source for pair in self.call.writes for source in pair]
-        for source in (*self.call.takes, *self.call.outputs, *writes):
-            if not 0 <= source.index < limits.get(source.kind, 1) and source.kind in limits:
-                raise ValueError(f"{self.name}: there is no {source.kind} {source.index}")
-            names = {"state": self._states, "parameter": self._parameters}.get(source.kind)
-            if names is not None and source.name not in names:
-                raise ValueError(f"{self.name}: there is no {source.kind} {source.name!r}")
-        if len(self.call.takes) != len(self.call.function.inputs):
-            raise ValueError(f"{self.name}: takes and inputs do not match")
+        """Check that the parts of the manifest are of one another.
+
+        Raises:
+            ValueError: they are not.
+        """
+        check_call(self.name, self.call, self._parameters, self._states.current())
         if len(self._in_tree.children) != 2 or self._in_tree.leaves != len(self.call.arguments):
             raise ValueError(f"{self.name}: in_tree and arguments do not match")
         if self._out_tree.leaves != len(self.call.outputs):
@@ -91,14 +93,17 @@ class LoadedEntry:
             results: list[Any] = self._run(leaves, imported, in_place=True)
             arrays = [results[i] for i in self._fetched]
             crossings = [self._crossings[i] for i in self._fetched]
-            tensors = fetch(self._device, arrays, crossings, "the caller", imported)
+            kept = [results[i] for i in self._written.values()]
+            tensors = fetch(self._device, arrays, crossings, "the caller", imported, kept)
             self._advance(results)
+            states = self._returned_states()
         for i, tensor in zip(self._fetched, tensors, strict=True):
             results[i] = tensor
         for target, source in self.call.writes:
             if target.kind == "argument":
                 leaves[target.index].copy_(results[source.index])
-        return self._outputs(results, leaves, sizes)
+        states = {n: _host_copy(value) for n, value in states.items()}
+        return self._outputs(results, leaves, sizes, states)
 
     def submit(self, *args: Any, **kwargs: Any) -> Any:
         """Run it without waiting: results are handles (`DeviceArray`), in the model's structure.
@@ -112,28 +117,29 @@ class LoadedEntry:
 
     def submit_flat(self, leaves: Sequence[Any]) -> list[Any]:
         """Do what `submit` does, with the leaves of the arguments, for the leaves of the result."""
-        if any(target.kind == "argument" for target, _ in self.call.writes):
+        if self._written_arguments:
             raise ArgumentError(f"{self.name} writes to an argument, so somebody has to wait")
         sizes = self._checked(leaves)
         with self._turn():
             results = self._run(leaves, [], in_place=False)
             self._advance(results)
-        return self._outputs(results, leaves, sizes)
+            states = self._returned_states()
+        return self._outputs(results, leaves, sizes, states)
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
         """Let calls that read and write states run one after the other."""
-        if not any(source.kind == "state" for source in self.call.takes):
-            yield
-            return
-        with self._lock:
+        with self._states.lock if self._is_stateful else contextlib.nullcontext():
             yield
 
     def _advance(self, results: Sequence[DeviceArray]) -> None:
         """Let the states be what a call has made of them."""
-        for target, source in self.call.writes:
-            if target.kind == "state":
-                self._states[target.name] = results[source.index]
+        if self._written:
+            self._states.advance({n: results[i] for n, i in self._written.items()})
+
+    def _returned_states(self) -> dict[str, Any]:
+        names = {s.name for s in self.call.outputs if s.kind == "state"}
+        return {n: value for n, value in self._states.current().items() if n in names}
 
     def _leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """Flatten the arguments in the order compiled for; they may be named or not."""
@@ -141,24 +147,31 @@ class LoadedEntry:
         if names:
             args, kwargs = by_name(self.name, names, count, args, kwargs)
         try:
-            return list(self._in_tree.flatten((tuple(args), dict(kwargs))))
+            positional, named = self._in_tree.children
+            positional = replace(positional, keys=tuple(names[:count]) or None)  # for its errors
+            return [*positional.flatten(tuple(args)), *named.flatten(dict(kwargs))]
         except TypeError as error:
             raise ArgumentError(f"{self.name}: {error}") from error
 
     def _run(
         self, leaves: Sequence[Any], imported: list[torch.Tensor], *, in_place: bool
     ) -> list[DeviceArray]:
-        args = []
+        args: list[Any] = []
+        states = self._states.current() if self._is_stateful else {}
         for source, spec in zip(self.call.takes, self.call.function.inputs, strict=True):
             is_state = source.kind == "state"
-            value = self._states[source.name] if is_state else leaves[source.index]
+            value = states[source.name] if is_state else leaves[source.index]
             if isinstance(value, torch.Tensor) and isinstance(spec, TensorSpec):
                 name = source.name or self.call.arguments[source.index].name
                 value = self._put(
                     value, Crossing.of(name, spec.order), imported, in_place and not is_state
                 )
             args.append(value)
-        return self._function(*args)
+        try:
+            return self._function(*args)
+        except (ValueError, RuntimeError, TypeError) as error:  # what IREE says before it starts
+            reason = str(error).splitlines()[0]
+            raise ArtifactError(self.name, f"IREE refuses the call: {reason}") from error
 
     def _put(
         self, tensor: torch.Tensor, crossing: Crossing, imported: list[torch.Tensor], in_place: bool
@@ -173,7 +186,16 @@ class LoadedEntry:
         try:
             for argument, value in zip(self.call.arguments, leaves, strict=True):
                 check_argument(argument, value, sizes)
-            check_ranges(sizes, self.call.symbols)
+            for i in self._written_arguments:
+                if isinstance(leaves[i], DeviceArray):
+                    raise ValueError(
+                        f"{self.call.arguments[i].name} is a handle, and the call writes to it; "
+                        "give a CPU tensor"
+                    )
+            check_ranges(sizes, self.call.symbols, self._places)
+            for source in self.call.outputs:
+                if source.kind == "size":
+                    evaluate(source.name, sizes)
         except ValueError as error:
             raise ArgumentError(f"{self.name}: {error}") from error
         for argument, value in zip(self.call.arguments, leaves, strict=True):
@@ -184,9 +206,15 @@ class LoadedEntry:
         return sizes
 
     def _outputs(
-        self, results: Sequence[Any], leaves: Sequence[Any], sizes: Mapping[str, int]
+        self,
+        results: Sequence[Any],
+        leaves: Sequence[Any],
+        sizes: Mapping[str, int],
+        states: Mapping[str, Any],
     ) -> list[Any]:
-        return [self._output(source, results, leaves, sizes) for source in self.call.outputs]
+        return [
+            self._output(source, results, leaves, sizes, states) for source in self.call.outputs
+        ]
 
     def _output(
         self,
@@ -194,6 +222,7 @@ class LoadedEntry:
         results: Sequence[Any],
         leaves: Sequence[Any],
         sizes: Mapping[str, int],
+        states: Mapping[str, Any],
     ) -> Any:
         match source.kind:
             case "result":
@@ -201,9 +230,14 @@ class LoadedEntry:
             case "argument":
                 return leaves[source.index]
             case "parameter":
-                return self._parameters[source.name]
+                return self._parameters[source.name].clone()  # a mapped file is not for writing
             case "state":
-                return self._states[source.name]
+                return states[source.name]
             case "size":
                 return evaluate(source.name, sizes)
         return source.value
+
+
+def _host_copy(state: State) -> torch.Tensor:
+    """Return the value of a state; what a caller does to it does not reach the state."""
+    return (state.to_host() if isinstance(state, DeviceArray) else state).clone()

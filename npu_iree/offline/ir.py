@@ -10,7 +10,6 @@ from pathlib import Path
 from iree.runtime import _binding as hal
 from torch.utils import _pytree as pytree
 
-from lowering.cache import write_atomically
 from lowering.cpu import required_features
 from lowering.key import compiler_build
 from lowering.manifest import Argument, Call, Manifest, Source
@@ -18,8 +17,8 @@ from lowering.pipeline import restart
 from lowering.signature import Signature, TensorSpec
 from lowering.stages import CompileOptions
 from lowering.vmfb import pack
-from npu_iree.errors import SourceError
-from npu_iree.offline.build import BuildOptions
+from npu_iree.errors import SourceError, StageError
+from npu_iree.offline.build import BuildOptions, write_files
 from npu_iree.offline.declarations import DECLARED, declared_tensors
 
 _PLAIN = {declared: dtype for dtype, declared in DECLARED.items()}
@@ -41,6 +40,9 @@ def write_from_ir(file: Path, path: str | os.PathLike[str], options: BuildOption
             product = restart(file, CompileOptions(flags=flags), Path(scratch))
         except (ValueError, OSError) as error:
             raise SourceError(f"cannot compile {file}: {error}") from error
+        except StageError as error:  # its folder is about to go
+            told = f"{file}: {error.diagnostics}"
+            raise StageError(error.stage, told, timed_out=error.timed_out) from error
         flow = [*Path(scratch).glob("*.flow.mlir"), *([file] if ".flow." in file.name else [])]
         features = required_features(flow[0].read_text())
         module = product.read_bytes()
@@ -56,7 +58,7 @@ def write_from_ir(file: Path, path: str | os.PathLike[str], options: BuildOption
         versions=compiler_build(),
         source=dict(options.source),
     )
-    write_atomically(Path(path), pack(module, manifest))
+    write_files(Path(path), pack(module, manifest), "", {})
     return manifest
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,10 @@ from lowering.vmfb import unpack
 from npu_iree.device import Device, open_device
 from npu_iree.errors import ArgumentError, TargetError
 from npu_iree.executable import Executable
-from npu_iree.offline.declarations import check_declarations
+from npu_iree.offline.declarations import check_declarations, check_manifest
 from npu_iree.offline.entry import LoadedEntry
 from npu_iree.offline.parameters import Parameters
+from npu_iree.offline.states import States
 from npu_iree.targets import Target, find_target
 from npu_iree.transfers import Transfer, is_watched, record
 
@@ -56,6 +56,10 @@ def load(
     """
     path = Path(path)
     manifest, module = unpack(path)
+    try:
+        check_manifest(manifest)
+    except ValueError as error:
+        raise ArtifactError(path, str(error)) from error
     opened = _device_for(path, manifest, device)
     if params is None:
         parameters = Parameters.beside(path, manifest)
@@ -112,14 +116,16 @@ class LoadedProgram:
         except (ValueError, RuntimeError, KeyError) as error:
             reason = str(error).splitlines()[0]
             raise ArtifactError(path, f"IREE cannot load it: {reason}") from error
-        lock = threading.Lock()
-        self._states: dict[str, Any] = {n: parameters.tensors[n] for n in manifest.states}
-        self.entries = {
-            name: LoadedEntry(
-                name, call, executable, device, parameters.tensors, self._states, lock
-            )
-            for name, call in manifest.entries.items()
-        }
+        try:
+            if unknown := [n for n in manifest.states if n not in parameters.tensors]:
+                raise ValueError(f"there is no state {unknown[0][:80]!r}")
+            states = States({n: parameters.tensors[n] for n in manifest.states})
+            self.entries = {
+                name: LoadedEntry(name, call, executable, device, parameters.tensors, states)
+                for name, call in manifest.entries.items()
+            }
+        except ValueError as error:
+            raise ArtifactError(path, f"its manifest makes no sense: {error}") from error
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the entry point, if there is one only; see `LoadedEntry.__call__`."""

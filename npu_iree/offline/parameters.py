@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from iree.runtime import _binding as hal
 
-from lowering.digest import tensor_digest
+from lowering.digest import is_same_value, tensor_digest
 from lowering.dtypes import DTYPES, dtype_name
 from lowering.errors import ArtifactError
 from lowering.manifest import Manifest, Parameter
@@ -68,7 +68,10 @@ def save_parameters(tensors: Mapping[str, torch.Tensor], path: str | os.PathLike
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".npu-iree-", dir=path.parent) as folder:
             scratch = Path(folder) / f"parameters{path.suffix}"
+            scratch.touch()
+            permissions = scratch.stat().st_mode  # as for any file; the writers give fewer
             _WRITERS[path.suffix](dense, scratch)
+            scratch.chmod(permissions)
             os.replace(scratch, path)
     except OSError as error:
         raise ArtifactError(path, f"it cannot be written: {error}") from error
@@ -86,18 +89,43 @@ def _once(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    from safetensors.torch import save_file
+    """Write the format as its own description has it: a length, JSON, and the bytes without gaps.
 
-    digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
-    own = {name: tensor.clone() for name, tensor in tensors.items()}  # it refuses shared memory
-    save_file(own, path, metadata={_DIGESTS: json.dumps(digests)})
+    The bytes begin, and so each tensor lies, where no element is out of its alignment.
+    """
+    names = {ours: theirs for theirs, ours in _SAFETENSORS_DTYPES.items()}
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    header: dict[str, Any] = {
+        "__metadata__": {_DIGESTS: json.dumps({n: tensor_digest(t) for n, t in ordered})}
+    }
+    end = 0
+    for name, tensor in ordered:
+        dtype = dtype_name(tensor.dtype)
+        if dtype not in names:
+            raise ArtifactError(path.name, f"a .safetensors file holds no {dtype}: {name}")
+        begin, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": names[dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % 64)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in ordered:
+            file.write(_bytes_of(tensor))
 
 
 def _write_irpa(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     index = hal.ParameterIndex()
     for name, tensor in tensors.items():
-        index.add_buffer(name, tensor.reshape(-1).view(torch.uint8).numpy())
+        index.add_buffer(name, _bytes_of(tensor))
     index.create_archive_file(str(path))
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
 _WRITERS = {".safetensors": _write_safetensors, ".irpa": _write_irpa}
@@ -123,8 +151,8 @@ class Parameters:
         if not manifest.parameter_file or not manifest.parameters:
             return cls({})
         name = manifest.parameter_file
-        if Path(name).name != name or name in (".", ".."):
-            raise ArtifactError(artifact, f"its parameter file {name!r} is not beside it")
+        if Path(name).name != name or name in (".", "..") or not name.isprintable():
+            raise ArtifactError(artifact, f"its parameter file {name[:200]!r} is not beside it")
         found = cls.from_file(artifact.parent / name, manifest)
         wrong = [
             p.name for p in manifest.parameters if tensor_digest(found.tensors[p.name]) != p.sha256
@@ -164,6 +192,7 @@ class Parameters:
         ]
         if wrong:
             raise ArtifactError(path, f"corrupted (the checksum differs): {_listed(wrong)}")
+        _check_ties(path, manifest, {n: _tensor(views[n], p) for n, p in _tied(manifest, views)})
         return cls(tensors)
 
     @classmethod
@@ -173,10 +202,14 @@ class Parameters:
         Raises:
             ArtifactError: a tensor is missing, extra or misshapen; names them all.
         """
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise ArtifactError("params", f"{name} is no tensor but {type(tensor).__name__}")
         stored = {
             n: _Stored(dtype_name(t.dtype), tuple(t.shape), t.nbytes) for n, t in tensors.items()
         }
         chosen = _choose("params", stored, manifest)
+        _check_ties("params", manifest, {n: tensors[n] for n, _ in _tied(manifest, tensors)})
         dense = torch.contiguous_format
         return cls(
             {
@@ -203,6 +236,22 @@ def _choose(path: Path | str, stored: Mapping[str, _Stored], manifest: Manifest)
     if problems:
         raise ArtifactError(path, "its tensors are not the artifact's:\n  " + "\n  ".join(problems))
     return chosen
+
+
+def _tied(manifest: Manifest, known: Collection[str]) -> list[tuple[str, Parameter]]:
+    """Return those names that are known of parameters that have several."""
+    parameters = [p for p in manifest.parameters if p.aliases]
+    return [(n, p) for p in parameters for n in (p.name, *p.aliases) if n in known]
+
+
+def _check_ties(path: Path | str, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors that differ where the artifact has one: it would not be what was trained."""
+    for parameter in manifest.parameters:
+        same = [n for n in (parameter.name, *parameter.aliases) if n in tensors]
+        if any(not is_same_value(tensors[same[0]], tensors[n]) for n in same[1:]):
+            raise ArtifactError(
+                path, f"{', '.join(same)} are one tensor in the artifact, and differ here"
+            )
 
 
 def _misfit(stored: _Stored, parameter: Parameter) -> tuple[str, str] | None:

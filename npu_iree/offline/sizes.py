@@ -17,6 +17,7 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Mod: operator.mod,
     ast.USub: operator.neg,
 }
+_LONGEST, _LARGEST = 2000, 1 << 128
 # How sympy and torch write the functions of sizes that exports have.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "CeilToInt": math.ceil,
@@ -38,10 +39,19 @@ def evaluate(expression: str, sizes: Mapping[str, int]) -> int | float:
         ValueError: it is no such expression, or names an unknown size.
     """
     try:
-        result: int | float = _value(ast.parse(expression, mode="eval").body, sizes)
-    except (SyntaxError, RecursionError, ArithmeticError, TypeError) as error:
+        if len(expression) > _LONGEST:
+            raise TypeError("it is too long")
+        result: int | float = _bounded(ast.parse(expression, mode="eval").body, sizes)
+    except (SyntaxError, RecursionError, MemoryError, ArithmeticError, TypeError) as error:
         raise ValueError(f"{expression[:80]!r} is no expression of sizes: {error}") from error
     return result
+
+
+def _bounded(node: ast.AST, sizes: Mapping[str, int]) -> Any:
+    value = _value(node, sizes)
+    if abs(value) > _LARGEST:  # no honest shape has it, and it may take all memory
+        raise ValueError("a number that is no size")
+    return value
 
 
 def _value(node: ast.AST, sizes: Mapping[str, int]) -> Any:
@@ -51,18 +61,18 @@ def _value(node: ast.AST, sizes: Mapping[str, int]) -> Any:
         case ast.Name(id=name) if name in sizes:
             return sizes[name]
         case ast.BinOp(op=ast.Pow(), left=base, right=power):
-            return _power(_value(base, sizes), _value(power, sizes))
+            return _power(_bounded(base, sizes), _bounded(power, sizes))
         case ast.BinOp(op=op, left=left, right=right) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_value(left, sizes), _value(right, sizes))
+            return _OPERATORS[type(op)](_bounded(left, sizes), _bounded(right, sizes))
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_value(operand, sizes))
+            return _OPERATORS[type(op)](_bounded(operand, sizes))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
-            return _FUNCTIONS[name](*(_value(arg, sizes) for arg in args))
+            return _FUNCTIONS[name](*(_bounded(arg, sizes) for arg in args))
     raise ValueError(f"{ast.unparse(node)[:80]!r} is no expression of the sizes {list(sizes)}")
 
 
 def _power(base: Any, power: Any) -> Any:
-    if abs(power) > 8 or abs(base) > 1 << 40:  # no honest shape has it, and it may take for ever
+    if abs(power) > 8:
         raise ValueError(f"{base}**{power} is no size")
     return base**power
 
@@ -98,8 +108,17 @@ def match_shape(
             raise ValueError(f"dimension {dim} of {name} is {size}, not {expected}{symbol}")
 
 
-def check_ranges(sizes: Mapping[str, int], ranges: Mapping[str, tuple[int, int | None]]) -> None:
+def check_ranges(
+    sizes: Mapping[str, int],
+    ranges: Mapping[str, tuple[int, int | None]],
+    places: Mapping[str, str],
+) -> None:
     """Check that sizes are in the ranges that were compiled for.
+
+    Args:
+        sizes: symbol -> size.
+        ranges: symbol -> least and largest size.
+        places: symbol -> where a user sees it.
 
     Raises:
         ValueError: one is not.
@@ -107,5 +126,16 @@ def check_ranges(sizes: Mapping[str, int], ranges: Mapping[str, tuple[int, int |
     for symbol, (low, high) in ranges.items():
         size = sizes.get(symbol)
         if size is not None and (size < low or (high is not None and size > high)):
-            limits = f"at least {low}" if high is None else f"from {low} to {high}"
-            raise ValueError(f"the size {symbol} is {size}, and the artifact is for {limits}")
+            limits = f"{low} or more" if high is None else f"{low} to {high}"
+            place = places.get(symbol, "a size")
+            raise ValueError(f"{place} is {size}, and the artifact is for {limits} ({symbol})")
+
+
+def places_of(shapes: Mapping[str, Sequence[int | str]]) -> dict[str, str]:
+    """Return where each symbol is seen first, e.g. `dimension 1 of x`, from shapes by name."""
+    found: dict[str, str] = {}
+    for name, shape in shapes.items():
+        for dim, size in enumerate(shape):
+            if isinstance(size, str):
+                found.setdefault(size, f"dimension {dim} of {name}")
+    return found

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
+import logging
 import re
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.export import Dim, ExportedProgram
 
-from lowering.digest import text_digest
+from lowering.digest import file_digest
 from npu_iree.errors import SourceError
 
 _DYNAMIC = re.compile(r"(?P<input>\w+):(?P<dim>\d+)(=(?P<low>\d+)\.\.(?P<high>\d*))?")
+# What PyTorch says of a type that this process has not registered.
+_UNREGISTERED = re.compile(r"Deserializing (?P<type>\S+) in pytree is not registered")
 _FUNCTION = re.compile(r"(?P<module>.+):(?P<function>\w+)")
 
 
@@ -51,8 +57,7 @@ def load_programs(source: str, dynamic: list[str]) -> dict[str, ExportedProgram]
     Raises:
         SourceError: there is no such thing, or it cannot be exported.
     """
-    name, _, rest = source.partition("=")
-    entry, place = (name, rest) if rest and name.isidentifier() else ("main", source)
+    entry, place = _named(source)
     if place.endswith(".pt2"):
         if dynamic:
             raise SourceError(
@@ -63,22 +68,39 @@ def load_programs(source: str, dynamic: list[str]) -> dict[str, ExportedProgram]
     return {name: _export(name, example, dynamic) for name, example in examples.items()}
 
 
+@cache
 def load_examples(source: str) -> dict[str, Example]:
     """Get the models and arguments that a source names, by their entry points.
+
+    A source is asked once a process: what is compiled and what it is compared with is one model,
+    even if its function draws the weights.
 
     Raises:
         SourceError: there is no such thing, or it returns something else.
     """
-    name, _, rest = source.partition("=")
-    entry, place = (name, rest) if rest and name.isidentifier() else ("main", source)
+    entry, place = _named(source)
     if place.endswith(".pt2"):
         program = _read_pt2(Path(place))
         args, kwargs = program.example_inputs or ((), {})
         return {entry: Example(program.module(), tuple(args), dict(kwargs))}
-    made = _function(place)()
+    function = _function(place)
+    try:
+        made = function()
+    except Exception as error:
+        raise SourceError(f"{place} fails: {_told(error)}") from error
     if isinstance(made, Mapping):
         return {str(name): _example(place, pair) for name, pair in made.items()}
     return {entry: _example(place, made)}
+
+
+def import_modules(names: Sequence[str]) -> None:
+    """Import modules that register types which exported programs hold.
+
+    Raises:
+        SourceError: one cannot be imported.
+    """
+    for name in names:
+        _import(name)
 
 
 def source_record(sources: list[str]) -> dict[str, str]:
@@ -87,17 +109,41 @@ def source_record(sources: list[str]) -> dict[str, str]:
     for source in sources:
         path = Path(re.sub(r"^\w+=", "", source).partition(":")[0])
         if path.is_file():
-            record[f"sha256 of {path.name}"] = text_digest(path.read_bytes().hex())
+            record[f"sha256 of {path.name}"] = file_digest(path)
     return record
+
+
+def _named(source: str) -> tuple[str, str]:
+    """Return the entry point that a source is for, and the source without its name."""
+    name, _, rest = source.partition("=")
+    return (name, rest) if rest and name.isidentifier() else ("main", source)
 
 
 def _read_pt2(path: Path) -> ExportedProgram:
     if not path.is_file():
         raise SourceError(f"there is no file {path}")
+    causes: list[BaseException] = []  # torch.export logs the reason, and raises that there is one
+
+    def keep(record: logging.LogRecord) -> bool:
+        causes.extend([record.exc_info[1]] if record.exc_info and record.exc_info[1] else [])
+        return False
+
+    log = logging.getLogger("torch.export")
+    log.addFilter(keep)
     try:
         return torch.export.load(path)
     except Exception as error:  # whatever torch.export makes of bytes that are not its own
-        raise SourceError(f"{path} is no exported program: {_first_line(error)}") from error
+        reason = _why_unreadable((*causes, error)[0])
+        raise SourceError(f"{path} is no exported program that can be read: {reason}") from error
+    finally:
+        log.removeFilter(keep)
+
+
+def _why_unreadable(error: BaseException) -> str:
+    if match := _UNREGISTERED.search(str(error)):
+        module = match["type"].rpartition(".")[0]
+        return f"it holds a {match['type']}; import what registers that type: --import {module}"
+    return _first_line(error)
 
 
 def _function(place: str) -> Callable[[], Any]:
@@ -108,19 +154,28 @@ def _function(place: str) -> Callable[[], Any]:
             "an IR file of a stage"
         )
     module, name = match["module"], match["function"]
-    try:
-        loaded = (
-            _import_file(Path(module))
-            if module.endswith(".py")
-            else importlib.import_module(module)
-        )
-    except ImportError as error:
-        raise SourceError(f"cannot import {module}: {error}") from error
+    loaded = _import_file(Path(module)) if module.endswith(".py") else _import(module)
     found = getattr(loaded, name, None)
     if not callable(found):
         raise SourceError(f"{module} has no function {name!r}")
     function: Callable[[], Any] = found
     return function
+
+
+def _import(name: str) -> Any:
+    with _importing(name, Path.cwd()):
+        return importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def _importing(name: str, folder: Path) -> Iterator[None]:
+    """Find modules as `python -m` and `python file.py` do: in a folder, before all others."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        yield
+    except Exception as error:
+        raise SourceError(f"cannot import {name}: {_told(error)}") from error
 
 
 def _import_file(path: Path) -> Any:
@@ -131,7 +186,8 @@ def _import_file(path: Path) -> Any:
         raise SourceError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    spec.loader.exec_module(module)
+    with _importing(str(path), path.resolve().parent):
+        spec.loader.exec_module(module)
     return module
 
 
@@ -170,7 +226,7 @@ def _dynamic_shapes(example: Example, dynamic: list[str]) -> dict[str, Any] | No
     """Write `--dynamic` as torch.export wants it; which sizes are equal it finds out itself."""
     if not dynamic:
         return None
-    names = _argument_names(example)
+    names = _arguments(example)
     shapes: dict[str, Any] = dict.fromkeys(names)
     for text in dynamic:
         match = _DYNAMIC.fullmatch(text)
@@ -178,22 +234,31 @@ def _dynamic_shapes(example: Example, dynamic: list[str]) -> dict[str, Any] | No
             raise SourceError(f"--dynamic is input:dim or input:dim=min..max, not {text!r}")
         if match["input"] not in shapes:
             raise SourceError(f"--dynamic {text}: there are the inputs {', '.join(names)}")
+        dim, value = int(match["dim"]), names[match["input"]]
+        if not isinstance(value, torch.Tensor) or dim >= value.dim():
+            raise SourceError(f"--dynamic {text}: {match['input']} has no dimension {dim}")
         low, high = match["low"], match["high"]
         hint = Dim.DYNAMIC(min=int(low) if low else None, max=int(high) if high else None)
-        shapes[match["input"]] = {**(shapes[match["input"]] or {}), int(match["dim"]): hint}
+        shapes[match["input"]] = {**(shapes[match["input"]] or {}), dim: hint}
     return shapes
 
 
-def _argument_names(example: Example) -> list[str]:
+def _arguments(example: Example) -> dict[str, Any]:
     signature = inspect.signature(example.model.forward)
     bound = signature.bind(*example.args, **example.kwargs)
-    names: list[str] = []
+    arguments: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = signature.parameters[name].kind
-        names += list(value) if kind is inspect.Parameter.VAR_KEYWORD else [name]
-    return names
+        arguments |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return arguments
 
 
-def _first_line(error: Exception) -> str:
+def _told(error: Exception) -> str:
+    """Say what the user's code raised, and where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{_first_line(error)} (at {frames[-1].filename}:{frames[-1].lineno})"
+
+
+def _first_line(error: BaseException) -> str:
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -21,6 +21,7 @@ _MAPPINGS: dict[str, type] = {
     "collections.OrderedDict": OrderedDict,
     "collections.defaultdict": dict,
 }
+_NAMED_TUPLE = "collections.namedtuple"  # of any type, which is its context
 _MOST_NODES, _DEPTH = 1_000_000, 100
 
 
@@ -31,13 +32,13 @@ class Tree:
     Attributes:
         kind: qualified name of the type; None for a leaf.
         keys: names of the children, if they have any.
-        context: what a registered type wants back, as text.
+        context: what a registered type wants back: JSON text, unless it has a form of its own.
         children: in order.
     """
 
     kind: str | None
     keys: tuple[str, ...] | None = None
-    context: str | None = None
+    context: Any = None
     children: tuple[Tree, ...] = ()
 
     @property
@@ -79,23 +80,29 @@ class Tree:
             if missing or extra:
                 raise TypeError(f"{path}: {_listed('missing', missing)}{_listed('extra', extra)}")
             return [value[key] for key in self.keys]
-        node = pytree.SUPPORTED_NODES.get(type(value))
-        if node is None or not _is_kind(value, self.kind):
+        items = self._children_of(value)
+        if items is None:
             raise TypeError(f"{path} is no {self.kind} but {type(value).__name__}")
-        items = list(node.flatten_fn(value)[0])
         if len(items) != len(self.children):
             raise TypeError(f"{path} has {len(items)} items, not {len(self.children)}")
         return items
+
+    def _children_of(self, value: Any) -> list[Any] | None:
+        if isinstance(value, (list, tuple)) and self.kind in (*_SEQUENCES, _NAMED_TUPLE):
+            return list(value)
+        node = pytree.SUPPORTED_NODES.get(type(value))
+        own = f"{type(value).__module__}.{type(value).__qualname__}"
+        return list(node.flatten_fn(value)[0]) if node is not None and own == self.kind else None
 
     def _registered(self, children: list[Any]) -> Any:
         kind = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(self.kind or "")
         if kind is None or self.context is None:
             return None
-        how = pytree.SUPPORTED_SERIALIZED_TYPES[kind]
-        node = pytree.SUPPORTED_NODES[kind]
-        read = how.from_dumpable_context
-        context = json.loads(self.context)
-        return node.unflatten_fn(children, context if read is None else read(context))
+        read = pytree.SUPPORTED_SERIALIZED_TYPES[kind].from_dumpable_context or json.loads
+        try:
+            return pytree.SUPPORTED_NODES[kind].unflatten_fn(children, read(self.context))
+        except Exception:  # a namedtuple that is not known here; a type that has changed since
+            return None
 
 
 def read_tree(text: str) -> Tree:
@@ -107,7 +114,7 @@ def read_tree(text: str) -> Tree:
     try:
         _, spec = json.loads(text)
         return _read(spec, [_MOST_NODES], 0)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"no structure of values: {text[:80]!r}") from error
 
 
@@ -124,18 +131,15 @@ def _read(spec: Any, left: list[int], depth: int) -> Tree:
 
 def _keys(context: Any, count: int) -> tuple[str, ...] | None:
     """Return the names of the children, if that is what a type keeps."""
-    names = json.loads(context) if isinstance(context, str) else None
+    try:
+        names = json.loads(context) if isinstance(context, str) else context
+    except ValueError:  # a namedtuple keeps the name of its type
+        return None
     if isinstance(names, dict):  # defaultdict
         names = names.get("dict_context")
     if isinstance(names, list) and len(names) == count and all(isinstance(n, str) for n in names):
         return tuple(names)
     return None
-
-
-def _is_kind(value: Any, kind: str | None) -> bool:
-    own = f"{type(value).__module__}.{type(value).__qualname__}"
-    both_plain = isinstance(value, (list, tuple)) and kind in _SEQUENCES
-    return both_plain or own == kind
 
 
 def _listed(what: str, names: Sequence[str]) -> str:

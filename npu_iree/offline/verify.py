@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,19 +26,20 @@ def verify_artifact(sources: Sequence[str], path: Path) -> float:
     Raises:
         VerificationError: a result is not eager's, or there are no example inputs.
     """
-    program = load(path)
     worst = 0.0
     for source in sources:
         for name, example in load_examples(source).items():
-            worst = max(worst, _compare(name, example, program[name]))
+            worst = max(worst, _compare(name, example, load(path)[name]))
     return worst
 
 
 def _compare(name: str, example: Example, function: Any) -> float:
     if not example.args and not example.kwargs:
         raise VerificationError(f"{name}: its source has no example inputs to verify with")
-    with torch.no_grad():
-        expected = example.model(*_copied(example.args), **_copied(example.kwargs))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PyTorch warns of what it does itself
+        model = copy.deepcopy(example.model)  # its state, like the artifact's, is as exported
+        expected = model(*_copied(example.args), **_copied(example.kwargs))
     actual = function(*_copied(example.args), **_copied(example.kwargs))
     return compare_results(name, actual, expected)
 

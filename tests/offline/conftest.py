@@ -1,0 +1,57 @@
+"""What the tests of artifacts share: models compiled once a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from command import end, start
+from models.exported import MODELS, save
+from models.small import Net, SmallModel, cached, compiled, signatures
+from npu_iree.offline.build import BuildOptions
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with bert.vmfb, resnet50.vmfb and llama.vmfb, by the command line from .pt2 files.
+
+    The parameters of ResNet-50 are in a .safetensors file, the others' in a .irpa file.
+    """
+    folder = tmp_path_factory.mktemp("zoo")
+    types = ("--import", "transformers.modeling_outputs")
+    processes = []
+    for name in MODELS:
+        sources, artifact = save(name, folder), folder / f"{name}.vmfb"
+        params = "safetensors" if name == "resnet50" else "split"
+        options = ("-o", artifact, "--params", params, "--verify", "--json", *types)
+        processes.append(start("compile", *sources, *options))
+    for process in processes:
+        done = end(process)
+        assert done.code == 0, (done.out, done.err)
+        assert done.json()["difference"] < 1e-4
+        assert "stage linalg-to-flow took" in done.err
+        assert "Warning" not in done.err
+    return folder
+
+
+@pytest.fixture(scope="session")
+def signatures_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models of `signatures`, as entry points."""
+    return compiled(signatures(), tmp_path_factory.mktemp("signatures") / "signatures.vmfb")
+
+
+@pytest.fixture(scope="session")
+def cache_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The models of `cached`, as entry points."""
+    return compiled(cached(), tmp_path_factory.mktemp("cache") / "cache.vmfb")
+
+
+@pytest.fixture(scope="session")
+def net(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The artifact of a `Net`, with a dynamic batch; its parameters are in `net.safetensors`."""
+    batch = torch.export.Dim("batch", min=1, max=16)
+    model = SmallModel(Net(), (torch.ones(2, 4),), dynamic={"x": {0: batch}})
+    path = tmp_path_factory.mktemp("net") / "net.vmfb"
+    return compiled({"main": model}, path, BuildOptions(params="safetensors"))

@@ -1,0 +1,236 @@
+"""Calls of a loaded artifact: arguments, results and states are the model's own."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import npu_iree
+from models.small import Cache, Point, SmallModel, Unknown, cached, seeded, signatures
+from npu_iree.offline.load import LoadedProgram
+from tolerances import assert_same
+
+
+@pytest.fixture
+def program(signatures_artifact: Path, target: str) -> LoadedProgram:
+    return npu_iree.load(signatures_artifact, target)
+
+
+@pytest.fixture
+def cache(cache_artifact: Path, target: str) -> LoadedProgram:
+    return npu_iree.load(cache_artifact, target)
+
+
+@pytest.fixture
+def eager_cache() -> Cache:
+    return cached()["step"].model
+
+
+def eager(model: SmallModel, *args: Any, **kwargs: Any) -> Any:
+    with torch.no_grad():
+        return model.model(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", signatures())
+def test_a_call_is_the_models(name: str, program: LoadedProgram) -> None:
+    model = signatures()[name]
+    mine, its = copy.deepcopy((model.args, model.kwargs)), (model.args, dict(model.kwargs))
+    expected, actual = eager(model, *its[0], **its[1]), program[name](*mine[0], **mine[1])
+    assert type(actual) is type(expected)
+    if isinstance(expected, dict):
+        assert list(actual) == list(expected)
+        actual, expected = list(actual.values()), list(expected.values())
+    assert_same(actual, expected)
+    for one, other in zip(tensors(actual), tensors(expected), strict=True):
+        assert one.stride() == other.stride()
+    for one, other in zip(tensors(mine), tensors(its), strict=True):
+        assert torch.equal(one, other)  # a call writes to an argument if the model does
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+
+
+def test_named_tuples_come_back_as_what_they_are(program: LoadedProgram) -> None:
+    model = signatures()["nested"]
+    result = program.nested(*model.args)
+    assert isinstance(result["point"], Point)
+    assert isinstance(result["unknown"], Unknown)
+    batch, point = model.args
+    again = program.nested(batch, tuple(point))  # any tuple of two will do
+    assert_same(again["point"], tuple(result["point"]))
+
+
+@pytest.mark.parametrize("size", [1, 5, 9])
+def test_results_that_no_device_computes(size: int, program: LoadedProgram) -> None:
+    x = torch.ones(size, 2)
+    result = program.outputs(x, 3, True)
+    assert result[0] is x
+    assert result[1:5] == (None, 7, size, 2 * size + 1)
+    assert result[6:] == (1.5, True)
+
+
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        ((torch.ones(10, 2), 3, True), "dimension 0 of x is 10, and the artifact is for 1 to 9"),
+        ((torch.ones(0, 2), 3, True), "dimension 0 of x is 0"),
+        ((torch.ones(5, 3), 3, True), "dimension 1 of x is 3, not 2"),
+        ((torch.ones(5, 2), 4, True), "n was compiled in as 3, and cannot be 4"),
+        ((torch.ones(5, 2), 3, 1), "flag was compiled in as True, and cannot be 1"),
+        ((torch.ones(5, 2).double(), 3, True), "x is f64, and was compiled for f32"),
+        ((torch.ones(5, 2, device="meta"), 3, True), "x is on meta"),
+        (([1.0], 3, True), "outputs: x is a tensor, not list"),
+        ((torch.ones(5, 2), 3), "missing flag. It takes x, n, flag"),
+        ((torch.ones(5, 2), 3, True, 1), "takes 3 arguments, not 4"),
+    ],
+)
+def test_wrong_arguments_are_told(
+    args: tuple[Any, ...], reason: str, program: LoadedProgram
+) -> None:
+    with npu_iree.record_transfers() as ledger, pytest.raises(npu_iree.ArgumentError) as raised:
+        program.outputs(*args)
+    assert reason in str(raised.value)
+    assert ledger.entries == []
+
+
+def test_arguments_by_position_and_by_name(program: LoadedProgram) -> None:
+    x, y, scale = torch.ones(3), torch.zeros(3), torch.tensor(4.0)
+    expected = program.keywords(x, y, scale=scale)
+    assert_same(program.keywords(x, scale=scale, y=y), expected)
+    assert_same(program.keywords(scale=scale, y=y, x=x), expected)
+    for args, kwargs, reason in (
+        ((x, y), {"scale": scale, "y": y}, "y is given twice"),
+        ((x, y), {"scale": scale, "z": y}, "no argument z"),
+        ((x, y), {}, "missing scale"),
+    ):
+        with pytest.raises(npu_iree.ArgumentError, match=reason):
+            program.keywords(*args, **kwargs)
+
+
+def test_a_wrong_structure_is_told_with_its_place(program: LoadedProgram) -> None:
+    batch, point = signatures()["nested"].args
+    for wrong, reason in (
+        ({**batch, "more": 1}, "extra 'more'"),
+        ({"first": batch["first"]}, "missing 'rest'"),
+        ({**batch, "rest": batch["rest"][:1]}, r"\[batch\]\[rest\] has 1 items, not 2"),
+        ([1, 2], r"\[batch\] is no builtins.dict but list"),
+    ):
+        with pytest.raises(npu_iree.ArgumentError, match=reason):
+            program.nested(wrong, point)
+
+
+def test_handles_go_in_and_come_out(program: LoadedProgram) -> None:
+    x, y = signatures()["writes_input"].args
+    with pytest.raises(npu_iree.ArgumentError, match="writes to an argument"):
+        program.writes_input.submit(x, y)
+    handle = program.device.put(torch.tensor(2.5))
+    (one, total) = program.zero_d.submit(handle)
+    assert isinstance(one, npu_iree.DeviceArray)
+    assert_same([one.to_host(), total.to_host()], list(program.zero_d(handle)))
+    assert_same(one.to_host(), torch.tensor(3.5))
+
+
+def test_a_handle_of_another_device_is_refused(program: LoadedProgram, target: str) -> None:
+    other = npu_iree.open_device({"npu-local": "npu-virtual", "npu-virtual": "npu-local"}[target])
+    with pytest.raises(npu_iree.ArgumentError, match="x is on"):
+        program.zero_d(other.put(torch.tensor(1.0)))
+
+
+def test_a_handle_that_a_call_would_write_to_is_refused(program: LoadedProgram) -> None:
+    handle = program.device.put(torch.ones(3))
+    with pytest.raises(npu_iree.ArgumentError, match="x is a handle"):
+        program.writes_input(handle, torch.ones(3))
+
+
+def test_tied_weights_are_stored_once(program: LoadedProgram) -> None:
+    (tied,) = [p for p in program.manifest.parameters if "embed.weight" in (p.name, *p.aliases)]
+    assert {tied.name, *tied.aliases} == {"embed.weight", "head.weight"}
+
+
+def test_a_parameter_that_is_returned_can_be_written_to(program: LoadedProgram) -> None:
+    x = torch.ones(2, 3)
+    before, scale = program.constants(x)
+    scale.mul_(100)
+    after, scale = program.constants(x)
+    assert torch.equal(before, after)
+    assert torch.equal(scale, torch.tensor([2.0, 3.0, 4.0]))
+
+
+# States.
+
+
+@torch.no_grad()
+def test_a_state_stays_on_the_device(cache: LoadedProgram, eager_cache: Cache) -> None:
+    for i in range(4):
+        x = seeded(1, 4) * i
+        with npu_iree.record_transfers() as ledger:
+            actual = cache.step(x)
+        assert_same(actual, eager_cache(x))
+        if i > 0:  # the first call puts them there
+            assert [e.value for e in ledger.transfers if e.kind == "h2d"] == ["x"]
+            back = {e.value for e in ledger.transfers if e.kind == "d2h"}
+            assert back == {"result 0", "result 1"}
+    keys, count, _ = cache.peek(torch.ones(1))
+    assert_same([keys, count], [eager_cache.keys, eager_cache.count])
+
+
+@torch.no_grad()
+def test_a_state_belongs_to_the_device_alone(cache: LoadedProgram, eager_cache: Cache) -> None:
+    """What a call returns may be the very memory of a state: writing to it changes no state."""
+    x = seeded(1, 4)
+    for _ in range(3):
+        actual = cache.step(x)
+        assert_same(actual, eager_cache(x))
+        for result in (*actual, *cache.peek(torch.ones(1))):
+            result.fill_(77)
+
+
+def test_each_load_has_states_of_its_own(cache_artifact: Path, cache: LoadedProgram) -> None:
+    x = torch.ones(1, 4)
+    cache.step(x)
+    other = npu_iree.load(cache_artifact, cache.device)
+    assert other.step(x)[1].item() == 1
+    assert cache.step(x)[1].item() == 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_read_first", [False, True])
+def test_a_failed_call_leaves_the_state_as_it_was(
+    is_read_first: bool, cache: LoadedProgram, eager_cache: Cache
+) -> None:
+    x = seeded(1, 4)
+    if is_read_first:
+        assert_same(cache.step(x), eager_cache(x))
+    with pytest.raises(npu_iree.ArgumentError):
+        cache.step(torch.ones(2, 4))
+    with cache.device.hold() as gate:
+        pending = [cache.step.submit(x) for _ in range(2)]
+        gate.fail("boom")
+    for results in pending:
+        with pytest.raises(npu_iree.DeviceError, match="boom"):
+            results[0].wait()
+    assert_same(cache.step(x), eager_cache(x))
+    assert_same(cache.step(x), eager_cache(x))
+
+
+@torch.no_grad()
+def test_submitted_calls_follow_each_other(cache: LoadedProgram, eager_cache: Cache) -> None:
+    inputs = [seeded(1, 4) * i for i in range(5)]
+    pending = [cache.step.submit(x) for x in inputs]
+    for x, (total, count) in zip(inputs, pending, strict=True):
+        assert_same([total.to_host(), count.to_host()], list(eager_cache(x)))
+
+
+def test_a_model_with_states_says_which(cache: LoadedProgram) -> None:
+    assert cache.manifest.states == ("count", "keys")
+    with pytest.raises(npu_iree.ArgumentError, match=r"several entry points \(step, peek\)"):
+        cache(torch.ones(1, 4))
+    with pytest.raises(npu_iree.ArgumentError, match="no entry point 'stop'"):
+        cache["stop"]
+    assert "npu_iree" in inspect.getmodule(type(cache.step)).__name__

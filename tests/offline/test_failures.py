@@ -1,0 +1,396 @@
+"""What cannot be compiled, run or loaded: an exit code by its kind, and a message that says why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import npu_iree
+from command import Ended, invoke
+from lowering.decompositions import decomposition_table
+from lowering.vmfb import read_manifest
+from models.small import Net, SmallModel, compiled
+from npu_iree.errors import TargetError
+from npu_iree.offline.build import BuildOptions, write_artifact
+
+Command = Callable[..., Ended]
+SOURCES = """
+import torch
+
+class Small(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+    def forward(self, x):
+        return torch.relu(self.layer(x))
+
+class Hosted(torch.nn.Module):
+    def forward(self, x):
+        a = torch.median(x)
+        b = torch.linalg.inv(x + 1)
+        return a + torch.mode(b)[0]
+
+class Counts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+    def forward(self, x):
+        self.count.add_(1)
+        return x + self.count
+
+def small(): return Small(), (torch.randn(2, 4),)
+def hosted(): return Hosted(), (torch.randn(4, 4),)
+def counts(): return Counts(), (torch.zeros(2),)
+def pair(): return {"a": small(), "b": counts()}
+def nothing(): return 3
+def fails(): return {}["key"]
+def control(): return Control(), (torch.ones(3),)
+
+class Control(torch.nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+"""
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return lambda *args: invoke(monkeypatch, capsys, *args)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("sources") / "sources.py"
+    path.write_text(SOURCES)
+    return path
+
+
+def test_all_ops_that_cannot_run_are_told_with_their_lines(
+    command: Command, sources: Path, tmp_path: Path
+) -> None:
+    made = ("compile", f"{sources}:hosted", "-o", tmp_path / "x.vmfb")
+    done = command(*made)
+    assert (done.code, done.out) == (3, "")
+    told = command(*made, "--json").json()
+    assert told["error"] == "UnsupportedOpError"
+    lines = SOURCES.splitlines()
+    where = {
+        "aten.median.default": next(i for i, t in enumerate(lines, 1) if "median" in t),
+        "aten.linalg_inv_ex.default": next(i for i, t in enumerate(lines, 1) if "inv(" in t),
+        "aten._linalg_check_errors.default": next(i for i, t in enumerate(lines, 1) if "inv(" in t),
+        "aten.mode.default": next(i for i, t in enumerate(lines, 1) if "mode(" in t),
+    }
+    assert {o["op"] for o in told["ops"]} == set(where)
+    for op in told["ops"]:
+        assert f"sources.py:{where[op['op']]} in forward" in op["where"]
+        assert op["reason"]
+        assert op["code"] == lines[where[op["op"]] - 1].strip()
+        assert op["where"] in done.err
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_bundle_runs_what_an_artifact_cannot(
+    command: Command, sources: Path, tmp_path: Path
+) -> None:
+    made = ("compile", f"{sources}:hosted", "-o", tmp_path / "x.npub", "--bundle", "--json")
+    done = command(*made, "--host-ops", "allow")
+    assert done.code == 0, done.err
+    assert done.json()["difference"] < 1e-4
+    done = command(*made, "--host-ops", "forbid")
+    assert done.code == 3
+    assert "aten.median.default" in {op["op"] for op in done.json()["ops"]}
+
+
+def test_an_op_that_the_compiler_refuses_is_told(
+    command: Command, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPU_IREE_FAULT", "torch-to-linalg:abort:aten.relu.default")
+    done = command("compile", f"{sources}:small", "-o", tmp_path / "x.vmfb", "--json")
+    assert done.code == 3
+    (op,) = done.json()["ops"]
+    assert op["op"] == "aten.relu.default"
+    assert "the compiler refuses it" in op["reason"]
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_compile_error_has_a_code_of_its_own(
+    command: Command, sources: Path, tmp_path: Path
+) -> None:
+    flag = "--flag=--iree-hal-target-backends=nonsense"
+    done = command("compile", f"{sources}:small", "-o", tmp_path / "x.vmfb", flag)
+    assert done.code == 4
+    assert "stage" in done.err
+    assert "Traceback" not in done.err
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("nowhere.pt2", "there is no file nowhere.pt2"),
+        ("nowhere.py:model", "there is no file nowhere.py"),
+        ("no.such.module:model", "cannot import no.such.module"),
+        ("SOURCES:nosuch", "has no function 'nosuch'"),
+        ("SOURCES:nothing", "it is to return (model, example inputs)"),
+        ("SOURCES:fails", "KeyError: 'key' (at SOURCES:"),
+        ("SOURCES:control", "torch.export cannot export 'main'"),
+        ("model", "is no source: give file.pt2"),
+        ("README.mlir", "no stage continues from"),
+        ("broken.pt2", "is no exported program that can be read"),
+        ("broken.py:model", "SyntaxError"),
+        ("broken.linalg.mlir", "broken.linalg.mlir"),
+    ],
+)
+def test_a_bad_source_is_told(
+    source: str,
+    reason: str,
+    command: Command,
+    sources: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("broken.pt2", "broken.py", "README.mlir", "broken.linalg.mlir"):
+        Path(name).write_text("this is no such file (")
+    before = {*tmp_path.iterdir()}
+    source, reason = (t.replace("SOURCES", str(sources)) for t in (source, reason))
+    done = command("compile", source, "-o", "x.vmfb")
+    assert done.code == (4 if source.startswith("broken.linalg") else 7), done.err
+    assert reason in done.err
+    assert "Traceback" not in done.err
+    assert {*tmp_path.iterdir()} - {tmp_path / "__pycache__"} == before
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--dynamic", "x"), "--dynamic is input:dim or input:dim=min..max"),
+        (("--dynamic", "y:0"), "there are the inputs x"),
+        (("--dynamic", "x:7"), "x has no dimension 7"),
+        (("--import", "no.such"), "cannot import no.such"),
+    ],
+)
+def test_a_bad_dynamic_size_is_told(
+    options: tuple[str, str], reason: str, command: Command, sources: Path, tmp_path: Path
+) -> None:
+    done = command("compile", f"{sources}:small", "-o", tmp_path / "x.vmfb", *options)
+    assert done.code == 7
+    assert reason in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--host-ops", "allow"), "goes with --bundle"),
+        (("--stop-after", "nowhere"), "no stage 'nowhere'; there are: aten-to-torch"),
+        (("--stop-after", "aten-to-torch", "--verify"), "a stage's product has no --verify"),
+        (("--bundle", "--cpu", "x86-64-v3"), "a bundle has no --cpu"),
+        (("b=again", "--params", "nowhere"), "nowhere"),
+    ],
+)
+def test_a_useless_option_is_refused(
+    options: tuple[str, ...], reason: str, command: Command, sources: Path, tmp_path: Path
+) -> None:
+    done = command("compile", f"{sources}:small", "-o", tmp_path / "x.vmfb", *options)
+    assert done.code == 2
+    assert reason in done.err
+
+
+def test_two_entry_points_of_one_name_are_refused(
+    command: Command, sources: Path, tmp_path: Path
+) -> None:
+    both = (f"{sources}:small", f"{sources}:counts")
+    done = command("compile", *both, "-o", tmp_path / "x.vmfb")
+    assert done.code == 2
+    assert "two entry points are called 'main'" in done.err
+
+
+def test_verify_finds_a_real_difference(
+    command: Command, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = ("compile", f"{sources}:small", "-o", tmp_path / "x.vmfb", "--verify", "--json")
+    assert command(*made).json()["difference"] < 1e-5
+
+    def leaky(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x > 0, x, x * 0.01)
+
+    table = "lowering.offline.decomposition_table"
+    own = {torch.ops.aten.relu.default: leaky}
+    monkeypatch.setattr(table, lambda keep: {**decomposition_table(keep), **own})
+    done = command(*made)
+    assert done.code == 8
+    assert "main: result 0 is not eager's" in done.json()["message"]
+
+
+def test_verify_starts_from_the_states_of_the_export(
+    command: Command, sources: Path, tmp_path: Path
+) -> None:
+    made = ("compile", f"{sources}:pair", "-o", tmp_path / "x.vmfb", "--verify", "--json")
+    done = command(*made)
+    assert done.code == 0, done.out
+    assert [*done.json()["entries"]] == ["a", "b"]
+
+
+# Targets.
+
+
+def test_for_cuda_with_no_such_device(command: Command, sources: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.vmfb"
+    done = command("compile", f"{sources}:small", "-o", path, "--target", "cuda", "--json")
+    assert done.code == 0, done.err
+    assert done.json()["target"] == "cuda"
+    assert done.json()["cpu_features"] == []
+    inspected = command("inspect", path, "--json")
+    assert (inspected.code, inspected.json()["target"]) == (0, "cuda (driver cuda)")
+    told = command("run", path, "--input=x=@rand", "--json")
+    assert told.code == 6
+    assert "cannot open a device for target 'cuda'" in told.json()["message"]
+    told = command("run", path, "--input=x=@rand", "--target", "npu-local")
+    assert told.code == 6
+    assert "was compiled for target 'cuda' (driver cuda)" in told.err
+
+
+def test_for_an_older_cpu(command: Command, sources: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.vmfb"
+    made = ("compile", f"{sources}:small", "-o", path, "--cpu", "x86-64-v3", "--verify", "--json")
+    done = command(*made)
+    assert done.code == 0, done.out
+    assert "avx2" in done.json()["cpu_features"]
+    assert not [f for f in done.json()["cpu_features"] if f.startswith("avx512")]
+    assert "--iree-llvmcpu-target-cpu=x86-64-v3" in done.json()["flags"]
+
+
+def test_for_a_cpu_that_is_not_here(command: Command, sources: Path, tmp_path: Path) -> None:
+    """No machine has both AMD's FMA4 and Intel's AMX."""
+    for cpu, feature in (("graniterapids", "amx-tile"), ("bdver2", "fma4")):
+        path = tmp_path / f"{cpu}.vmfb"
+        done = command("compile", f"{sources}:small", "-o", path, "--cpu", cpu, "--json")
+        assert done.code == 0, done.out
+        assert feature in done.json()["cpu_features"]
+    told = command("run", path, "--input=x=@rand")
+    assert told.code == 6
+    assert "was compiled for a CPU with" in told.err
+    assert "fma4" in told.err
+    assert "npu-iree compile --cpu x86-64-v3" in told.err
+
+
+def test_for_another_architecture(command: Command, sources: Path, tmp_path: Path) -> None:
+    path = tmp_path / "arm.vmfb"
+    flag = "--flag=--iree-llvmcpu-target-triple=aarch64-unknown-linux-gnu"
+    made = ("compile", f"{sources}:small", "-o", path, "--cpu", "generic", flag, "--json")
+    done = command(*made)
+    assert done.code == 0, done.out
+    told = command("run", path, "--input=x=@rand")
+    assert told.code == 6
+    assert "arm_64" in told.err
+
+
+def test_a_target_without_cpu_code_has_no_cpu(
+    command: Command, sources: Path, tmp_path: Path
+) -> None:
+    options = ("--target", "cuda", "--cpu", "x86-64-v3")
+    done = command("compile", f"{sources}:small", "-o", tmp_path / "x.vmfb", *options)
+    assert done.code == 2
+    assert "no target of CPU code" in done.err
+
+
+def test_an_unknown_target_is_told(
+    command: Command, sources: Path, tmp_path: Path, net: Path
+) -> None:
+    made = ("compile", f"{sources}:small", "-o", tmp_path / "x.vmfb")
+    for code, verb in ((2, made), (6, ("run", net))):
+        done = command(*verb, "--target", "npu-locl")
+        assert done.code == code
+        assert "Did you mean 'npu-local'?" in done.err
+    with pytest.raises(TargetError):
+        npu_iree.load(net, "npu-locl")
+
+
+# Running.
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "reason"),
+    [
+        ((), 9, "missing: --input x=..."),
+        (("--input", "y=@rand"), 9, "no input y; there are x"),
+        (("--input", "x"), 2, "--input is name=value"),
+        (("--input", "x=nowhere.npy"), 9, "cannot read input x from nowhere.npy"),
+        (("--input", "x=wrong.npy"), 9, "x is f64, and was compiled for f32"),
+        (("--input", "x=objects.npy"), 9, "cannot read input x"),
+        (("--input", "x=@rand", "--size", "s=1"), 2, "no size s; there are: NAME"),
+        (("--input", "x=@rand", "--size", "NAME=99"), 9, "dimension 0 of x is 99"),
+        (("--input", "x=@rand", "--size", "NAME=-1"), 2, "NAME is a size"),
+        (("--input", "x=@rand", "--entry", "other"), 9, "no entry point 'other'"),
+        (("--input", "x=@rand", "--params", "nowhere.irpa"), 5, "nowhere.irpa"),
+        (("--input", "x=@rand", "--output", "wrong.npy/x"), 1, "cannot write to"),
+    ],
+)
+def test_bad_inputs_are_told(
+    options: tuple[str, ...],
+    code: int,
+    reason: str,
+    command: Command,
+    net: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save("wrong.npy", np.ones((2, 4)))
+    np.save("objects.npy", np.array([{}], dtype=object), allow_pickle=True)
+    (symbol,) = read_manifest(net).entries["main"].symbols
+    options = tuple(o.replace("NAME", symbol) for o in options)
+    done = command("run", net, *options)
+    assert (done.code, done.out) == (code, ""), done.err
+    assert reason.replace("NAME", symbol) in done.err
+    assert "Traceback" not in done.err
+    told = command("run", net, *options, "--json")
+    assert (told.code, told.err) == (code, "")
+    assert reason.replace("NAME", symbol) in told.json()["message"]
+
+
+def test_what_is_no_artifact_is_told(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "x.vmfb").write_text("nothing")
+    for name in ("x.vmfb", "nowhere.vmfb"):
+        for verb in ("run", "inspect", "bench"):
+            done = command(verb, tmp_path / name)
+            assert (done.code, done.out) == (5, "")
+            assert name in done.err
+
+
+def test_nothing_is_left_of_an_artifact_that_cannot_be_written(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.write_text("a file")
+    model = SmallModel(Net(), (torch.ones(2, 4),))
+    with pytest.raises(npu_iree.ArtifactError, match="cannot be written"):
+        compiled({"main": model}, folder / "x.vmfb")
+    (tmp_path / "taken.vmfb").mkdir()
+    with pytest.raises(npu_iree.ArtifactError, match="cannot be written"):
+        compiled({"main": model}, tmp_path / "taken.vmfb")
+    assert {p.name for p in tmp_path.iterdir()} == {"folder", "taken.vmfb"}
+
+
+def test_gradients_are_no_artifact(tmp_path: Path) -> None:
+    from lowering.export import ExportError
+
+    with pytest.raises(ExportError, match="computes nothing"):
+        compiled({"main": SmallModel(torch.nn.Identity(), (torch.ones(2),))}, tmp_path / "x.vmfb")
+
+
+def test_entry_points_with_other_weights_of_one_name_are_refused(tmp_path: Path) -> None:
+    from lowering.export import ExportError
+
+    other = Net()
+    with torch.no_grad():
+        other.scale.add_(1)
+    programs = {
+        name: SmallModel(model, (torch.ones(2, 4),)).export()
+        for name, model in (("a", Net()), ("b", other))
+    }
+    with pytest.raises(ExportError, match="parameter scale is another tensor in entry point 'b'"):
+        write_artifact(programs, tmp_path / "x.vmfb", BuildOptions())
+    assert json.dumps([p.name for p in tmp_path.iterdir()]) == "[]"

@@ -1,0 +1,36 @@
+"""What code needs of a CPU, and what this machine lacks of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowering import cpu
+from lowering.cpu import missing_features, required_features
+
+FLOW = """
+#one = #hal.executable.target<"llvm-cpu", "embedded-elf-{arch}", {{cpu = "x",
+  cpu_features = "{features}", data_layout = "e"}}>
+"""
+
+
+def test_only_what_code_may_use_is_required() -> None:
+    text = FLOW.format(arch="x86_64", features="+avx2,+fma,-avx512f,+cx16,+prfchw,+sse4.1,+64bit")
+    assert required_features(text) == ("avx2", "fma", "sse4.1", "x86_64")
+    assert required_features('#hal.executable.target<"cuda", "cuda-nvptx-fb">') == ()
+
+
+@pytest.mark.parametrize(
+    ("here", "required", "missing"),
+    [
+        ({"x86_64", "avx2", "pni", "sse41", "shani"}, ("avx2", "sha", "sse3", "sse4.1"), []),
+        ({"x86_64", "avx2"}, ("avx2", "avx512f", "x86_64"), ["avx512f"]),
+        ({"x86_64", "avx2"}, ("arm_64",), ["arm_64"]),
+        ({"aarch64", "aes"}, ("aes", "arm_64"), []),
+        (set(), ("avx512f", "x86_64"), []),  # where it cannot be known
+    ],
+)
+def test_what_is_missing_is_named(
+    here: set[str], required: tuple[str, ...], missing: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "_features_here", lambda: frozenset(here))
+    assert missing_features(required) == missing
