@@ -23,10 +23,10 @@ from pathlib import Path
 
 import lowering.capabilities
 from measuring.find import OURS, Source, find, sources
-from measuring.pool import Died, Progress, run_all
 from measuring.single_op import PLAIN, SingleOp
 from measuring.table import Row, table_text
 from measuring.verdict import Verdict, judge
+from npu_iree.conformance.pool import Died, Progress, run_all
 
 TABLE = Path(lowering.capabilities.__file__).with_name("npu-local.toml")
 PRELOAD = [

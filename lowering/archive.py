@@ -62,19 +62,22 @@ class Archive:
         """Return the names of the members, in their order."""
         return list(self._members)
 
-    def size(self, name: str) -> int:
-        """Return how large a member is declared to be; `read` gives no more."""
-        return self._members[name].file_size
-
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, limit_bytes: int | None = None) -> bytes:
         """Return a member's content, which is of the size that the directory declares.
 
+        Args:
+            name: of the member.
+            limit_bytes: what it may have at most, if that is less than the archive's limit.
+
         Raises:
-            ArtifactError: there is no such member, or it is damaged.
+            ArtifactError: there is no such member, or it is damaged, or too large.
         """
         info = self._members.get(name)
         if info is None:
             raise ArtifactError(self._path, f"it has no member {name!r}")
+        if limit_bytes is not None and info.file_size > limit_bytes:
+            size = f"{info.file_size} bytes, and at most {limit_bytes} are read"
+            raise ArtifactError(self._path, f"its member {name!r} has {size}")
         try:
             with self._file.open(info) as member:  # gives no more than the directory declares
                 data = b"".join(iter(lambda: member.read(_PIECE_BYTES), b""))

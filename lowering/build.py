@@ -85,7 +85,7 @@ class Builder:
         built |= self._compile_all(missing, keys)
         return {r.name: built[keys[r.name].digest] for r in regions}
 
-    def attempt(self, region: Region, dump: Path) -> StageError | None:
+    def attempt(self, region: Region, dump: Path | None) -> StageError | None:
         """Compile a region only to see how it fails; None means that it does not."""
         outcome = self._run_stages(Program.of(region), dump)
         return outcome if isinstance(outcome, StageError) else None

@@ -4,8 +4,8 @@
     graphs/<digest>.txt       the canonical text of each captured graph
     artifacts/<digest>.npua   a compiled region each, as an entry of the cache
 
-It is looked into like a cache, by content: a graph by its text, a region by its program, flags,
-target and CPU. Who compiled it is told, and not compared. It holds machine code: use bundles of
+It is looked into like a cache, by content: a graph by its text, a region by its program, flags and
+target. Who compiled it is told, and not compared. It holds machine code: use bundles of
 those whom you would let run programs.
 """
 
@@ -22,13 +22,16 @@ from lowering.archive import archive_bytes, open_archive
 from lowering.cache import SUFFIX as ENTRY_SUFFIX
 from lowering.cache import Entry, write_atomically
 from lowering.capture import CapturedGraph
+from lowering.cpu import missing_features
+from lowering.digest import text_digest
 from lowering.errors import ArtifactError
 from lowering.key import CacheKey
-from lowering.record import GraphRecord, Healed, text_digest
+from lowering.record import GraphRecord, Healed
 
 FORMAT = 1
 SUFFIX = ".npub"
 MANIFEST = "bundle.json"
+_MANIFEST_BYTES = 32 << 20  # as objects, JSON takes up to twenty times its size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +41,14 @@ class Origin:
     Attributes:
         versions: package -> version, of those that wrote it.
         target: name of the target.
-        cpu: the CPU that its code needs, as in a cache key; empty: any.
+        cpu_features: what a CPU must have to run its code (`lowering.cpu`).
         capabilities: digest of the target's capability table.
         options: the options of `torch.compile`, as text.
     """
 
     versions: Mapping[str, str]
     target: str
-    cpu: str
+    cpu_features: tuple[str, ...]
     capabilities: str
     options: Mapping[str, str]
 
@@ -67,12 +70,12 @@ class Bundle:
         """
         self.path = path
         with open_archive(path) as archive:
-            manifest = _manifest(path, archive.read(MANIFEST))
+            manifest = _manifest(path, archive.read(MANIFEST, _MANIFEST_BYTES))
         try:
             self.origin = Origin(
                 versions=_texts(manifest["versions"]),
                 target=str(manifest["target"]),
-                cpu=str(manifest["cpu"]),
+                cpu_features=tuple(map(str, manifest["cpu_features"])),
                 capabilities=str(manifest["capabilities"]),
                 options=_texts(manifest["options"]),
             )
@@ -84,19 +87,20 @@ class Bundle:
         except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise ArtifactError(path, f"its manifest makes no sense: {error!r}") from error
 
-    def refuse_unless_for(self, target: str, cpu: str) -> None:
-        """Check that it is of use here.
+    def refuse_unless_for(self, target: str) -> None:
+        """Check that it is of use for a target on this machine.
 
         Raises:
-            ArtifactError: it was saved for another target, or for another CPU.
+            ArtifactError: it was saved for another target, or for a CPU that this is not.
         """
         if self.origin.target != target:
             raise ArtifactError(
                 self.path, f"it was saved for target {self.origin.target!r}, and this is {target!r}"
             )
-        if self.origin.cpu not in ("", cpu):
+        if lacking := missing_features(self.origin.cpu_features):
             raise ArtifactError(
-                self.path, f"its code is for the CPU {self.origin.cpu!r}, and this is {cpu!r}"
+                self.path,
+                f"its code is for a CPU with {', '.join(lacking)}, which this one does not have",
             )
 
     def healed(self, captured: CapturedGraph, text: str) -> Healed | None:
@@ -183,9 +187,10 @@ def write_bundle(path: Path, origin: Origin, graphs: Sequence[BuiltGraph]) -> No
         raise ArtifactError(path, f"it cannot be written: {error}") from error
 
 
-def needed_cpu(graphs: Sequence[BuiltGraph]) -> str:
-    """Return the CPU that graphs built in one process need; empty: any."""
-    return max((e.parts["cpu"] for g in graphs for e in g.entries.values()), default="")
+def needed_features(graphs: Sequence[BuiltGraph]) -> tuple[str, ...]:
+    """Return what a CPU must have to run graphs."""
+    entries = [entry for graph in graphs for entry in graph.entries.values()]
+    return tuple(sorted({feature for entry in entries for feature in entry.cpu_features}))
 
 
 def _manifest(path: Path, data: bytes) -> Mapping[str, Any]:

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 FORMAT = 2
 SUFFIX = ".npua"
 _ABANDONED_S = 3600
+_EXPANSION = 200  # what text of a compiler's compresses by stays far below this
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Entry:
             if head["format"] != FORMAT:
                 raise ValueError(f"it has format {head['format']}, not {FORMAT}")
             size = head["source_bytes"]
-            source = zlib.decompress(data[:size]).decode()
+            source = _decompressed(data[:size]).decode()
             features = tuple(head["cpu_features"])
             return cls(dict(head["key"]), tuple(head["flags"]), data[size:], source, features)
         except (KeyError, TypeError, zlib.error) as error:
@@ -162,6 +163,7 @@ class ArtifactCache:
             yield
             return
         try:
+            self._remove_half_written(key)
             yield
         finally:
             # Whoever waits for a lock file that is gone makes a new one, finds the entry, and
@@ -169,6 +171,12 @@ class ArtifactCache:
             with contextlib.suppress(OSError):
                 path.unlink()
             lock.release()
+
+    def _remove_half_written(self, key: CacheKey) -> None:
+        """Remove what a killed process left of an entry: only the holder of its lock writes it."""
+        for path in self.path(key.digest).parent.glob(f".{key.digest}*"):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def entries(self) -> list[tuple[Path, Entry]]:
         """Return the readable entries, the most recently used first."""
@@ -229,6 +237,15 @@ class ArtifactCache:
         if self._is_writable:
             log.warning("nothing is cached: %s cannot be written to (%s)", self.folder, error)
         self._is_writable = False
+
+
+def _decompressed(data: bytes) -> bytes:
+    """Decompress as much as an honest entry may hold: entries also come from elsewhere."""
+    engine = zlib.decompressobj()
+    text = engine.decompress(data, max(1 << 20, _EXPANSION * len(data)))
+    if not engine.eof:
+        raise ValueError("its source is cut short, or larger than an honest one")
+    return text
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
 
-from lowering import batch_norm, exact
+from lowering import attention, batch_norm, convolution, exact
 from lowering.views import view
 
 aten = torch.ops.aten
@@ -25,7 +25,6 @@ EXTRA_OPS = (
     aten._native_batch_norm_legit.no_stats,
     aten._native_batch_norm_legit_functional,
     aten._native_batch_norm_legit_no_training,
-    aten._scaled_dot_product_flash_attention_for_cpu,
     aten._to_copy,
     aten.addmm,
     aten.baddbmm,
@@ -77,7 +76,13 @@ def matches(op: str, patterns: Iterable[str]) -> bool:
 
 @cache
 def _default_table() -> dict[OpOverload, Callable[..., Any]]:
-    ours = {aten.view.default: view, **exact.DECOMPOSITIONS, **batch_norm.DECOMPOSITIONS}
+    ours = {
+        aten.view.default: view,
+        **attention.DECOMPOSITIONS,
+        **batch_norm.DECOMPOSITIONS,
+        **convolution.DECOMPOSITIONS,
+        **exact.DECOMPOSITIONS,
+    }
     return {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS), **ours}
 
 

@@ -73,11 +73,15 @@ class DenialRecord:
 
     def add(self, denials: Sequence[Denial]) -> None:
         """Add findings; where nothing can be written, they are found again next time."""
+        if not denials:
+            return
+        lock = self.path.with_suffix(".lock")
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            lock = self.path.with_suffix(".lock")
             with FileLock(lock):
-                table = {**self.read(), **{d.program: d for d in denials}}
-                rows = [asdict(denial) for denial in table.values()]
-                write_atomically(self.path, json.dumps(rows, indent=1).encode())
-                lock.unlink()
+                try:
+                    table = {**self.read(), **{d.program: d for d in denials}}
+                    rows = [asdict(denial) for denial in table.values()]
+                    write_atomically(self.path, json.dumps(rows, indent=1).encode())
+                finally:
+                    lock.unlink()

@@ -46,6 +46,10 @@ class NotCompiledError(NpuIreeError):
         )
 
 
+class WorkerStartError(NpuIreeError):
+    """No compile worker comes up: that is no fault of the program, and nothing can be compiled."""
+
+
 class CancelledError(BaseException):
     """The service was closed under a request. No `Exception`: it says nothing of the program."""
 

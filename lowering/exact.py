@@ -9,6 +9,7 @@ lowerings take unsigned integers for signed ones.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -80,8 +81,9 @@ def remainder(x: torch.Tensor, y: torch.Tensor) -> Any:
 
 
 def total(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
-    """Decompose `aten.sum` of unsigned integers into that of wider ones."""
-    return torch.sum(x.to(dtype or torch.int64)) if x.dtype is torch.uint8 else _UNCHANGED
+    """Decompose `aten.sum` into that over all dimensions; unsigned integers are made wider."""
+    wide = x.to(dtype or torch.int64) if x.dtype is torch.uint8 else x
+    return aten.sum.dim_IntList(wide, [], dtype=dtype)
 
 
 def total_dim(
@@ -110,6 +112,19 @@ def gelu(x: torch.Tensor, *, approximate: str = "none") -> Any:
         return _UNCHANGED
     inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
     return 0.5 * x * (1 + torch.tanh(inner))
+
+
+def pad(x: torch.Tensor, amounts: Sequence[int], value: Number = 0) -> Any:
+    """Decompose `aten.constant_pad_nd` that takes away: torch-mlir takes the wrong side."""
+    if not any(isinstance(n, int) and n < 0 for n in amounts):
+        return _UNCHANGED
+    for i, (before, after) in enumerate(zip(amounts[::2], amounts[1::2], strict=True)):
+        dim = x.dim() - 1 - i
+        first, last = max(0, -before), x.shape[dim] - max(0, -after)
+        if (first, last) != (0, x.shape[dim]):
+            x = aten.slice.Tensor(x, dim, first, last)
+    added = [max(0, n) for n in amounts]
+    return aten.constant_pad_nd.default(x, added, value) if any(added) else torch.clone(x)
 
 
 def eq(x: torch.Tensor, y: torch.Tensor) -> Any:
@@ -146,6 +161,7 @@ DECOMPOSITIONS = {
     aten.argmax.default: argmax,
     aten.argmin.default: argmin,
     aten.clamp.default: clamp,
+    aten.constant_pad_nd.default: pad,
     aten.div.Scalar_mode: div_mode,
     aten.div.Tensor_mode: div_mode,
     aten.eq.Tensor: eq,

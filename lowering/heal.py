@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import operator
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from torch import fx
@@ -63,8 +64,8 @@ class Healer:
             error: how the compiler refused it.
             healed: takes what is found.
         """
-        with tempfile.TemporaryDirectory(prefix="npu-iree-") as scratch:
-            trials = _Trials(self, Path(scratch))
+        with _scratch() as folder:
+            trials = _Trials(self, folder)
             found = diagnose(segment.nodes, error, trials.attempt)
             denials = []
             for node, failure in found.blamed.items():
@@ -122,10 +123,10 @@ class Healer:
 class _Trials:
     """Compiles of parts of a region, each with a dump that is kept if its op is to blame."""
 
-    def __init__(self, healer: Healer, folder: Path) -> None:
+    def __init__(self, healer: Healer, folder: Path | None) -> None:
         self._healer = healer
-        self._folders = (folder / str(i) for i in itertools.count())
-        self._dumps: dict[tuple[fx.Node, ...], Path] = {}
+        self._folders = (folder / str(i) if folder else None for i in itertools.count())
+        self._dumps: dict[tuple[fx.Node, ...], Path | None] = {}
 
     def attempt(self, nodes: Sequence[fx.Node]) -> StageError | None:
         """Compile some nodes as a region of their own; return how it fails, or None."""
@@ -140,12 +141,29 @@ class _Trials:
             return None
         if nodes not in self._dumps:  # the region was this op alone
             self.attempt(nodes)
-        kept = cache.folder / "failures" / program[:16]
+        dump, kept = self._dumps[nodes], cache.folder / "failures" / program[:16]
+        if dump is None or not (dump / "repro.sh").exists():
+            return None
         try:
-            shutil.copytree(self._dumps[nodes], kept, dirs_exist_ok=True)
-        except OSError:
+            shutil.copytree(dump, kept, dirs_exist_ok=True)
+        except OSError:  # a full disk: half of what repeats a failure is worse than nothing
+            shutil.rmtree(kept, ignore_errors=True)
             return None
         return kept
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path | None]:
+    """Give a folder for the time of the block; None if there is no place for one."""
+    try:
+        folder = tempfile.mkdtemp(prefix="npu-iree-")
+    except OSError:
+        yield None
+        return
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _with_parts(node: fx.Node) -> list[fx.Node]:

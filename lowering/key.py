@@ -16,8 +16,8 @@ from lowering.program import Program
 from lowering.target import CompileTarget, FlagSet
 
 PACKAGES = ("torch", "torch-mlir", "iree-base-compiler")
-# What a module is and what it runs on; the other parts say who compiled it.
-IDENTITY = ("program", "parameters", "rebind", "flags", "target", "cpu")
+# What a module is; the other parts say who compiled it, and where.
+IDENTITY = ("program", "parameters", "rebind", "flags", "target")
 
 
 @dataclass(frozen=True)

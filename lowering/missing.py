@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from lowering.bundle import Bundle, Origin
 from lowering.capture import CapturedGraph
+from lowering.digest import text_digest
 from lowering.errors import ArtifactError
 from lowering.key import IDENTITY, CacheKey
-from lowering.record import text_digest
 
 _SHOWN = 8
 _LINE = re.compile(r"%\d+ = (.*)")

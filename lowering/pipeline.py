@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import logging
 import threading
@@ -13,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from lowering.cpu import required_features
-from lowering.errors import CancelledError, StageError
+from lowering.errors import CancelledError, StageError, WorkerStartError
 from lowering.program import Program
 from lowering.service import CompileService, Fault, Limits
 from lowering.stages import CompileOptions, Stage
@@ -82,10 +84,11 @@ def compile_program(
 
     Raises:
         StageError: a stage failed, with every flag set where it is one of IREE's.
+        WorkerStartError: the service has no workers.
     """
     if dump is not None:
-        dump.mkdir(parents=True, exist_ok=True)
-        (dump / "00-graph.txt").write_text("\n".join(map(_readable, program.graphs.values())))
+        graphs = "\n".join(map(_readable, program.graphs.values()))
+        _keep(dump / "00-graph.txt", graphs.encode())
     flag_sets = target.flag_sets_for(program.has_convolution, toolchain.flags)
     fault = toolchain.fault
     if fault is not None and fault.op not in program.ops:
@@ -119,6 +122,7 @@ def stop_after(
 
     Raises:
         StageError: a stage failed.
+        WorkerStartError: the service has no workers.
         ValueError: there is no such stage.
     """
     names = [s.name for s in STAGES]
@@ -132,15 +136,26 @@ def stop_after(
     return value if isinstance(value, bytes) else bytes(value.encode())
 
 
-def compile_source(source: str, options: CompileOptions) -> bytes:
-    """Compile again from the torch dialect, in this process.
+def compile_source(
+    source: str, options: CompileOptions, toolchain: Toolchain = Toolchain()
+) -> bytes:
+    """Compile again from the torch dialect.
+
+    Args:
+        source: one module in the torch dialect.
+        options: what it was compiled with.
+        toolchain: where the stages run, with which limits.
 
     Raises:
         StageError: a stage failed.
+        WorkerStartError: the service has no workers.
     """
+    fault = toolchain.fault
+    if fault is not None and f"torch.{fault.op.removesuffix('.default')} " not in source:
+        toolchain = replace(toolchain, fault=None)
     value: Any = source
     for stage in STAGES[1:]:
-        value = run_stage(stage, value, options)
+        value = run_stage(stage, value, options, toolchain)
     return bytes(value)
 
 
@@ -162,6 +177,7 @@ def run_stage(
 
     Raises:
         StageError: the stage failed or its product is not what the next stage expects.
+        WorkerStartError: the service has no workers.
     """
     if dump is not None:
         _write_repro(dump, stage, options)
@@ -174,13 +190,33 @@ def run_stage(
     except StageError as error:
         text = _first_lines(error.diagnostics)
         raise StageError(stage.name, text, dump, timed_out=error.timed_out) from error
+    except WorkerStartError:  # that says nothing of the program
+        raise
     except Exception as error:
         raise StageError(stage.name, _first_lines(str(error)), dump) from error
     log.debug("stage %s took %.3f s", stage.name, time.perf_counter() - started)
     if dump is not None:
         data = product if isinstance(product, bytes) else product.encode()
-        (dump / product_name(stage)).write_bytes(data)
+        _keep(dump / product_name(stage), data)
     return product
+
+
+def _keep(path: Path, data: bytes) -> bool:
+    """Write a file of a dump, if it can be; on a full disk the compile goes on without it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            path.unlink()  # half of it may be there
+        _say_once(error.strerror)
+        return False
+    return True
+
+
+@functools.cache
+def _say_once(why: str) -> None:
+    log.warning("dumps are not complete: files cannot be written (%s)", why)
 
 
 def _product(stage: Stage, value: Any, options: CompileOptions, toolchain: Toolchain) -> Any:
@@ -230,16 +266,19 @@ def restart(path: Path, options: CompileOptions, dump: Path) -> Path:
 def _write_repro(dump: Path, stage: Stage, options: CompileOptions) -> None:
     """Write the script that restarts from the input of `stage`; a later stage overwrites it."""
     position = STAGES.index(stage)
-    if position == 0:
+    if position == 0 or not (dump / product_name(STAGES[position - 1])).exists():
+        return  # there is nothing to restart from
+    texts = json.dumps(options.to_json(), indent=1) + "\n"
+    if not _keep(dump / OPTIONS_FILE, texts.encode()):
         return
-    (dump / OPTIONS_FILE).write_text(json.dumps(options.to_json(), indent=1) + "\n")
-    (dump / "repro.sh").write_text(
+    script = (
         "#!/bin/sh\n"
         f"# Repeats the lowering from the input of the stage {stage.name} on, with the flags and\n"
         f"# parameters of {OPTIONS_FILE}.\n"
         'cd "$(dirname "$0")" && exec python -m lowering '
         f"{product_name(STAGES[position - 1])}\n"
     )
+    _keep(dump / "repro.sh", script.encode())
 
 
 def _readable(graph_module: fx.GraphModule) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ from torch import fx
 
 from lowering.canonical import canonical_text
 from lowering.capture import CapturedGraph
+from lowering.digest import text_digest
 from lowering.errors import HostOp
 from lowering.plan import Plan
 from lowering.region import memory_order
@@ -126,11 +126,6 @@ def graph_text(captured: CapturedGraph) -> str:
     """Return the canonical text of a captured graph, with what is bound and how inputs lie."""
     notes = {node: _note(captured, node) for node in captured.inputs}
     return canonical_text(captured.graph_module, notes)
-
-
-def text_digest(text: str) -> str:
-    """Return what a graph is known by."""
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _note(captured: CapturedGraph, node: fx.Node) -> str:

@@ -6,6 +6,7 @@ Whatever happens in a worker, the caller sees a product or a `StageError`.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import select
 import signal
@@ -13,17 +14,21 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO, Any, BinaryIO, cast
 
-from lowering.errors import CancelledError, StageError
+from lowering.errors import CancelledError, StageError, WorkerStartError
 from lowering.stages import CompileOptions
 from lowering.worker import read_frame, write_frame
 
 _SIGNALS = {s.value: s.name for s in signal.Signals}
 _STDERR_TAIL_BYTES = 4000
+_START_LIMIT_S = 300.0  # for the imports of a worker, on a machine that is busy with others
+_LONGEST_WAIT_S = 1e6  # what `poll` takes, in milliseconds, in an int of C
+_STARTS = 3  # so often a worker may end before it is ready, until there is no more trying
 _REQUESTS_PER_WORKER = 300  # compilers leak: a process that has served this many is replaced
 
 
@@ -67,17 +72,32 @@ class _Worker:
     """One worker process."""
 
     def __init__(self) -> None:
-        self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as we do
+        self._stderr = _open_scratch()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "lowering.worker"],  # -P: not from the current folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
+            bufsize=0,  # see `write_frame`
             start_new_session=True,  # Ctrl-C is for the process that asked
         )
         self.served = 0
+        self._is_ready = False
         self._requests = cast(BinaryIO, self._process.stdin)
         self._replies = cast(BinaryIO, self._process.stdout)
+
+    def await_ready(self) -> None:
+        """Wait until the worker has imported the compilers: no stage's time, so before the first.
+
+        Raises:
+            WorkerStartError: it ended before, or does not come up.
+        """
+        if not self._is_ready:
+            try:
+                self._receive(_START_LIMIT_S)
+            except WorkerCrashError as error:
+                raise WorkerStartError(f"no compile worker comes up: {error}") from error
+        self._is_ready = True
 
     def request(self, head: dict[str, Any], body: bytes, time_s: float) -> tuple[Any, bytes]:
         """Send a request and wait for its answer.
@@ -90,10 +110,18 @@ class _Worker:
         self._stderr.truncate()
         try:
             write_frame(self._requests, head, body)
-            if not select.select([self._replies], [], [], time_s)[0]:
-                raise WorkerTimeoutError(f"it did not end within {time_s:g} s")
+        except BrokenPipeError as error:
+            raise WorkerCrashError(self._last_words()) from error
+        return self._receive(time_s)
+
+    def _receive(self, time_s: float) -> tuple[Any, bytes]:
+        poll = select.poll()  # `select.select` takes no descriptor above 1023
+        poll.register(self._replies, select.POLLIN)
+        if not poll.poll(min(time_s, _LONGEST_WAIT_S) * 1e3):
+            raise WorkerTimeoutError(f"it did not end within {time_s:g} s")
+        try:
             return read_frame(self._replies)
-        except (EOFError, BrokenPipeError) as error:
+        except EOFError as error:
             raise WorkerCrashError(self._last_words()) from error
 
     def _last_words(self) -> str:
@@ -121,9 +149,17 @@ class _Worker:
             with contextlib.suppress(OSError):
                 stream.close()
 
+    def disown(self) -> None:
+        """Forget the process, which is the parent's: this one was forked, and shares its pipes."""
+        self._process.returncode = 0  # there is nothing to wait for
+        for stream in (self._requests, self._replies, self._stderr):
+            stream.close()
+
 
 class CompileService:
     """A pool of workers. Thread-safe: as many requests run at a time as there are workers.
+
+    A forked process has workers of its own; those of its parent do not notice it.
 
     Attributes:
         size: how many workers there may be.
@@ -132,14 +168,25 @@ class CompileService:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self._all: set[_Worker] = set()
+        self._begin()
+        _SERVICES.add(self)
+
+    def _begin(self) -> None:
         self.started = 0
         # Linux kills a worker when the *thread* that started it ends, so one that stays does.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="lowering-starter")
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
-        for _ in range(size):
+        for _ in range(self.size):
             self._idle.put(None)
-        self._all: set[_Worker] = set()
         self._lock = threading.Lock()
+
+    def begin_after_fork(self) -> None:
+        """Begin without workers: threads and locks of the parent are of no use to its child."""
+        workers, self._all = self._all, set()
+        for worker in workers:
+            worker.disown()
+        self._begin()
 
     def run(
         self,
@@ -160,6 +207,7 @@ class CompileService:
 
         Raises:
             StageError: the stage failed, or the worker crashed, hung or ran out of memory.
+            WorkerStartError: no worker comes up.
         """
         head = {
             "stage": stage,
@@ -181,23 +229,34 @@ class CompileService:
 
         The worker may have been dying already, of what is not the program's fault.
         """
+        starts = 0
         while True:
             was_used = False
             try:
-                with self._worker() as worker:
+                with self._worker() as worker, self._cancelled_if_closed(worker):
                     was_used = worker.served > 0
-                    try:
-                        return worker.request(head, body, time_s)
-                    except WorkerCrashError as error:
-                        with self._lock:
-                            if worker not in self._all:
-                                raise CancelledError from error
-                        raise
+                    worker.await_ready()
+                    return worker.request(head, body, time_s)
+            except WorkerStartError:
+                starts += 1
+                if starts == _STARTS:
+                    raise
             except WorkerTimeoutError:
                 raise
             except WorkerCrashError:
                 if not was_used:
                     raise
+
+    @contextlib.contextmanager
+    def _cancelled_if_closed(self, worker: _Worker) -> Iterator[None]:
+        """Tell a worker that `close` has ended from one that died."""
+        try:
+            yield
+        except (WorkerCrashError, WorkerStartError) as error:
+            with self._lock:
+                if worker not in self._all:
+                    raise CancelledError from error
+            raise
 
     @contextlib.contextmanager
     def _worker(self) -> Iterator[_Worker]:
@@ -208,7 +267,7 @@ class CompileService:
                 self._end(worker)
                 worker = None
             if worker is None:
-                worker = self._starter.submit(_Worker).result()
+                worker = self._starter.submit(_start_worker).result()
                 with self._lock:
                     self.started += 1
                     self._all.add(worker)
@@ -234,6 +293,38 @@ class CompileService:
             workers, self._all = self._all, set()
         for worker in workers:
             worker.kill()
+
+
+_SERVICES: weakref.WeakSet[CompileService] = weakref.WeakSet()
+_STARTING = threading.Lock()
+
+
+def _start_worker() -> _Worker:
+    try:
+        with _STARTING:
+            return _Worker()
+    except OSError as error:  # no more processes, descriptors or memory
+        raise WorkerStartError(f"no compile worker can be started: {error}") from error
+
+
+def _after_fork() -> None:
+    _STARTING.release()
+    for service in _SERVICES:
+        service.begin_after_fork()
+
+
+# A child that is forked while the pipes of a worker are made would hold their far ends, too: the
+# parent would not see the end of that worker. So there is no fork meanwhile.
+os.register_at_fork(
+    before=_STARTING.acquire, after_in_parent=_STARTING.release, after_in_child=_after_fork
+)
+
+
+def _open_scratch() -> IO[bytes]:
+    """Open a file for what a worker says; in memory where possible, as a disk may be full."""
+    if sys.platform == "linux":
+        return open(os.memfd_create("lowering-worker-stderr"), "w+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
 
 
 def _is_diagnostic(line: str) -> bool:

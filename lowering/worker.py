@@ -1,7 +1,8 @@
 """`python -m lowering.worker`: runs lowering stages for another process, without torch.
 
 Requests and replies are frames on a pair of pipes: the lengths of a JSON head and of a body (4
-bytes each, big-endian), the head, the body. A crash, a hang or an exhausted memory in here is, over
+bytes each, big-endian), the head, the body. The first frame is a worker's own: it has imported the
+compilers, and is ready. A crash, a hang or an exhausted memory in here is, over
 there, an ordinary exception (`lowering/service.py`).
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import json
 import os
 import resource
@@ -19,6 +21,8 @@ import time
 from typing import Any, BinaryIO
 
 from lowering.stages import CompileOptions, Stage
+from lowering.stages.iree_session import load_iree
+from lowering.stages.torch_mlir_context import load_torch_mlir
 
 # stage -> module and value; torch is not among what these import.
 STAGES = {
@@ -30,10 +34,11 @@ _LENGTHS = struct.Struct(">II")
 
 
 def write_frame(stream: BinaryIO, head: dict[str, Any], body: bytes = b"") -> None:
-    """Send one frame."""
+    """Send one frame. The stream has no buffer: a forked process would send what is in it again."""
     data = json.dumps(head).encode()
-    stream.write(_LENGTHS.pack(len(data), len(body)) + data + body)
-    stream.flush()
+    rest = memoryview(_LENGTHS.pack(len(data), len(body)) + data + body)
+    while rest:
+        rest = rest[stream.write(rest) :]
 
 
 def read_frame(stream: BinaryIO) -> tuple[dict[str, Any], bytes]:
@@ -47,22 +52,35 @@ def read_frame(stream: BinaryIO) -> tuple[dict[str, Any], bytes]:
 
 
 def _read(stream: BinaryIO, size: int) -> bytes:
-    data = stream.read(size)
-    if len(data) < size:
-        raise EOFError("the other side is gone")
-    return data
+    data = bytearray()
+    while len(data) < size:
+        part = stream.read(size - len(data))
+        if not part:
+            raise EOFError("the other side is gone")
+        data += part
+    return bytes(data)
 
 
 def main() -> None:
     """Serve requests until the other side closes its pipe."""
     _die_with_parent()
-    requests = os.fdopen(os.dup(0), "rb")
-    replies = os.fdopen(os.dup(1), "wb")
+    requests = io.FileIO(os.dup(0), "rb")
+    replies = io.FileIO(os.dup(1), "wb")
     os.dup2(2, 1)  # a compiler that prints must not write into the frames
+    _load_compilers()
     with contextlib.suppress(EOFError, BrokenPipeError):
+        write_frame(replies, {"ready": True})
         while True:
             head, body = read_frame(requests)
             write_frame(replies, *_serve(head, body))
+
+
+def _load_compilers() -> None:
+    """Import what the stages need, so that none of them pays for it out of its own time."""
+    for module, _ in STAGES.values():
+        importlib.import_module(module)
+    load_torch_mlir()
+    load_iree()
 
 
 def _serve(head: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:

@@ -2,47 +2,37 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import itertools
 import logging
-import os
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
-from torch._guards import CompileContext, TracingContext
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from lowering.build import Builder
-from lowering.bundle import Bundle, Origin
-from lowering.cache import ArtifactCache
-from lowering.capabilities import load_capabilities
 from lowering.capture import CapturedGraph, capture_aot
-from lowering.compiler import Compiler
 from lowering.decompositions import decomposition_table
-from lowering.denials import DenialRecord
-from lowering.key import host_cpu, package_version
-from lowering.pipeline import Toolchain
-from lowering.plan import Plan
-from lowering.service import CompileService, Limits
-from npu_iree import __version__, bundles
+from npu_iree import bundles
+from npu_iree.cause import Cause
 from npu_iree.device import open_device
-from npu_iree.errors import ArtifactError, NotCompiledError, OptionError
+from npu_iree.errors import NotCompiledError, OptionError
 from npu_iree.executable import Executable
 from npu_iree.frozen import can_freeze
 from npu_iree.options import Options
+from npu_iree.report import CompileReport, tell
 from npu_iree.runner import Runner
-from npu_iree.settings import Settings
-from npu_iree.versions import VERIFIED, check_versions
+from npu_iree.toolchain import compiler_for
+from npu_iree.versions import check_versions
 
 log = logging.getLogger(__name__)
-
 _GRAPH_NUMBERS = itertools.count()
 
 
@@ -89,15 +79,20 @@ def npu_iree(
 
 @dataclass(frozen=True)
 class _Source:
-    """Dynamo's side of a graph: AOTAutograd keeps the order of inputs, not names nor tensors."""
+    """Dynamo's side of a graph: AOTAutograd keeps the order of inputs, not names nor tensors.
+
+    The cause is known while Dynamo compiles; a backward graph may be compiled at its first use.
+    """
 
     inputs: tuple[Any, ...]
     names: tuple[str, ...]
     caller: bundles.Caller | None
+    cause: Cause
 
     @classmethod
     def of(cls, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> _Source:
-        return cls(tuple(inputs), input_names(graph_module), bundles.caller())
+        names = input_names(graph_module)
+        return cls(tuple(inputs), names, bundles.caller(), Cause.now())
 
 
 def input_names(graph_module: fx.GraphModule) -> tuple[str, ...]:
@@ -106,113 +101,50 @@ def input_names(graph_module: fx.GraphModule) -> tuple[str, ...]:
     return tuple(n.name.removeprefix("l_").strip("_") for n in nodes)
 
 
-def compiler_for(options: Options, number: int = 0) -> Compiler:
-    """Return what plans and compiles graphs under these options.
-
-    Args:
-        options: of one `torch.compile` call.
-        number: of the graph, for the names of its dumps.
-    """
-    settings, target = Settings.read(), options.target_value
-    limits = Limits(
-        time_s=options.compile_time_limit_s, memory_bytes=options.compile_memory_limit_bytes
-    )
-    cache = _open_cache(settings.cache, settings.cache_limit_bytes) if settings.cache else None
-    if cache is None and options.bundle is None and options.compile != "if_missing":
-        raise OptionError(
-            f"compile={options.compile!r} takes what was compiled before, and there is no bundle "
-            "and no cache (NPU_IREE_CACHE is off)"
-        )
-    builder = Builder(
-        target=target.compile,
-        toolchain=Toolchain(
-            service=compile_service(), limits=limits, flags=options.flags, fault=settings.fault
-        ),
-        bundle=open_bundle(options.bundle, target.name) if options.bundle else None,
-        cache=cache,
-        may_compile=options.compile == "if_missing",
-        dump=settings.dump / f"graph{number}" if settings.dump else None,
-        counts=counters["npu_iree"],
-    )
-    capabilities = load_capabilities(target.compile.capabilities)
-    return Compiler(
-        builder=builder,
-        capabilities=capabilities,
-        forbid_host=options.fallback == "error",
-        disabled_ops=options.disabled_ops,
-        denials=DenialRecord(settings.cache / "denials.json") if settings.cache else None,
-        origin=Origin(
-            versions={
-                "npu-iree": __version__,
-                **{name: package_version(name) for name in VERIFIED},
-            },
-            target=target.name,
-            cpu=host_cpu(),
-            capabilities=capabilities.digest,
-            options=options.printable(),
-        ),
-    )
-
-
-def open_bundle(path: Path, target: str) -> Bundle:
-    """Open a bundle to be used for a target on this machine; one that is open is not read again.
-
-    Raises:
-        ArtifactError: it is damaged, of another format, or for another target or CPU.
-    """
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise ArtifactError(path, error.strerror or str(error)) from error
-    bundle = _read_bundle(path, (status.st_ino, status.st_mtime_ns, status.st_size))
-    bundle.refuse_unless_for(target, host_cpu())
-    return bundle
-
-
-@functools.lru_cache(maxsize=16)
-def _read_bundle(path: Path, version: tuple[int, ...]) -> Bundle:
-    return Bundle(path)
-
-
-@functools.cache
-def _open_cache(folder: Path, limit_bytes: int) -> ArtifactCache:
-    """Return the cache in a folder, the same one each time: it complains once."""
-    return ArtifactCache(folder, limit_bytes)
-
-
-@functools.cache
-def compile_service() -> CompileService:
-    """Return the process's pool of compile workers; none is started before it is needed."""
-    service = CompileService(size=max(1, min(4, os.cpu_count() or 1)))
-    atexit.register(service.close)
-    return service
-
-
 def compile_graph(
-    captured: CapturedGraph, options: Options, caller: bundles.Caller | None = None
+    captured: CapturedGraph,
+    options: Options,
+    cause: Cause | None = None,
+    caller: bundles.Caller | None = None,
 ) -> Runner:
     """Plan a captured graph, compile its regions, and load them.
 
     Args:
         captured: the graph.
-        options: of one `torch.compile` call.
-        caller: that call, for `save_bundle`.
+        options: of the `torch.compile` call.
+        cause: why it is compiled, for the report.
+        caller: the `torch.compile` call, for `save_bundle`.
 
     Raises:
         UnsupportedOpError: `fallback="error"`, and the target cannot run some ops.
         StageError: `fallback="error"`, and the compiler refused a region.
         TargetError: the target's device cannot be opened here.
         NotCompiledError: it would have to be compiled, and may not be.
+        WorkerStartError: there are no workers to compile in.
     """
-    number = next(_GRAPH_NUMBERS)
-    compiler = compiler_for(options, number)
-    compiled = compiler.compile(captured)
+    number, started = next(_GRAPH_NUMBERS), time.perf_counter()
+    counts: Counter[str] = Counter()
+    compiler = compiler_for(options, number, counts)
+    try:
+        compiled = compiler.compile(captured)
+    finally:
+        counters["npu_iree"].update(counts)
     device = open_device(options.target_value)
     executables = {
         name: Executable(device, artifact) for name, artifact in compiled.artifacts.items()
     }
     constants = {node.name: tensor for node, tensor in captured.constants.items()}
-    _report(number, compiled.plan)
+    report = CompileReport(
+        graph=number,
+        part=captured.kind,
+        target=options.target_value.name,
+        cause=cause or Cause.now(),
+        regions=len(compiled.plan.regions),
+        host_ops=len(compiled.plan.host_ops),
+        counts=dict(counts),
+        ms=round((time.perf_counter() - started) * 1e3),
+    )
+    tell(report, compiled.plan)
     runner = Runner(compiled.plan, device, executables, constants)
     if caller is not None and compiler.origin is not None:
         bundles.remember(runner, caller, compiler.origin, compiled.built)
@@ -234,7 +166,7 @@ def _compile_aot(
     runner: Callable[..., Any]
     with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
         try:
-            runner = compile_graph(captured, options, source.caller)
+            runner = compile_graph(captured, options, source.cause, source.caller)
         except NotCompiledError as error:
             if options.compile != "eager":
                 raise
@@ -263,23 +195,3 @@ def _bindable_weights(inputs: Sequence[Any]) -> Sequence[int]:
         for i in metadata.static_input_indices
         if i not in mutated and isinstance(inputs[i], torch.Tensor) and can_freeze(inputs[i])
     ]
-
-
-def _report(number: int, plan: Plan) -> None:
-    counters["npu_iree"]["graphs"] += 1
-    counters["npu_iree"]["regions"] += len(plan.regions)
-    counters["npu_iree"]["host_ops"] += len(plan.host_ops)
-    if unsupported := [op for op in plan.host_ops if op.kind == "unsupported"]:
-        listed = "\n  ".join(map(str, unsupported))
-        log.warning("graph %d: %d ops run on the host:\n  %s", number, len(unsupported), listed)
-    log.info("graph %d: compiled for %s", number, _cause())
-    log.debug("graph %d: plan:\n%s", number, plan)
-
-
-def _cause() -> str:
-    """Say why Dynamo asked for a graph."""
-    identity = CompileContext.current_compile_id()
-    count = identity.frame_compile_id if identity is not None else 0
-    if not count:
-        return "a first call"
-    return f"recompile {count} of the function: a guard failed (TORCH_LOGS=recompiles says which)"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._dynamo import eval_frame
 
-from lowering.bundle import BuiltGraph, Origin, needed_cpu, write_bundle
+from lowering.bundle import BuiltGraph, Origin, needed_features, write_bundle
 from npu_iree.errors import NpuIreeError
 
 # The function that `torch.compile` returns (that of a module is its `forward`); it closes over
@@ -98,7 +98,7 @@ def save_bundle(compiled: Callable[..., Any], path: str | os.PathLike[str]) -> P
             "torch._dynamo.reset() forgets what was built.)"
         )
     graphs = [built.graph for built in found]
-    origin = replace(found[0].origin, cpu=needed_cpu(graphs))
+    origin = replace(found[0].origin, cpu_features=needed_features(graphs))
     write_bundle(Path(path), origin, graphs)
     return Path(path)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import os
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, NoReturn
 
 import torch
 from iree.runtime import _binding as hal
@@ -38,9 +41,8 @@ class Device:
     def __init__(self, target: Target) -> None:
         check_versions("torch", "iree-base-runtime")
         try:
-            self.hal = hal.get_cached_hal_driver(
-                target.driver.partition("://")[0]
-            ).create_device_by_uri(target.driver)
+            driver = _driver(target.driver.partition("://")[0])
+            self.hal = driver.create_device_by_uri(target.driver)
         except (RuntimeError, ValueError) as error:
             raise TargetError(
                 f"cannot open a device for target {target.name!r} (driver {target.driver}): {error}"
@@ -51,6 +53,7 @@ class Device:
         self._in_flight_bytes = 0
         self._lock = threading.Lock()
         self._held: tuple[Gate, ...] = ()
+        self._is_of_parent = False
 
     @property
     def crossing_mode(self) -> Literal["staged", "aliased"]:
@@ -108,6 +111,8 @@ class Device:
         self, arrays: Sequence[DeviceArray], timeout_s: float | None = None
     ) -> list[torch.Tensor]:
         """Do what `gather` does, for a caller that has entered it into the ledger."""
+        if self._is_of_parent:
+            self._refuse()
         views, points = self.memory.fetch([a._view for a in arrays], [a.ready for a in arrays])
         wait_all(points, timeout_s)
         return [self._as_tensor(v, a.dtype) for v, a in zip(views, arrays, strict=True)]
@@ -175,9 +180,25 @@ class Device:
 
     def start_point(self, after: Timepoint | None = None) -> Timepoint:
         """Return the point from which new work may start: now, unless a gate is held shut."""
+        if self._is_of_parent:
+            self._refuse()
         points = [g.point for g in self._held]
         points += [after] if after is not None else []
         return NOW if not points else points[0] if len(points) == 1 else _all_of(points)
+
+    def leave_to_parent(self) -> None:
+        """Take no more work: this process was forked, and the driver's threads were not.
+
+        What waited for them would wait for ever, and wake waits of the parent.
+        """
+        self._is_of_parent = True
+
+    def _refuse(self) -> NoReturn:
+        raise NpuIreeError(
+            f"the device of {self.target.name} was opened before this process was forked, and runs "
+            "in the parent alone: compile again here (torch._dynamo.reset()), or start processes "
+            "by `spawn`"
+        )
 
     def __repr__(self) -> str:
         return f"<Device of {self.target.name}>"
@@ -205,8 +226,27 @@ def _all_of(points: Sequence[Timepoint]) -> Timepoint:
     return Timepoint(fence, Work("start"), ahead)
 
 
+_LOOKS = 3  # in a row: a thread may sleep for a moment while it waits for a lock
 _DEVICES: dict[str, Device] = {}
+_DRIVERS: dict[str, Any] = {}
 _OPENING = threading.Lock()
+
+
+def _driver(name: str) -> Any:
+    """Return the process's driver of a name: its devices share its threads."""
+    if name not in _DRIVERS:
+        driver = _DRIVERS[name] = hal.create_hal_driver(name)
+        _keep_for_ever(driver)
+    return _DRIVERS[name]
+
+
+def _keep_for_ever(value: Any) -> None:
+    """Let a HAL object never be destroyed.
+
+    Results that live in any module may be freed after this one at the interpreter's end, and need
+    the device then; and in a forked child there are no threads that could end.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 def open_device(target: Target | str = "npu-local") -> Device:
@@ -219,10 +259,22 @@ def open_device(target: Target | str = "npu-local") -> Device:
     with _OPENING:
         if target.name not in _DEVICES:
             device = _DEVICES[target.name] = Device(target)
-            # Results that live in any module may be freed after this one at the interpreter's
-            # end, and need the device then: it is never destroyed.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(device.hal))
+            _keep_for_ever(device.hal)
         return _DEVICES[target.name]
+
+
+def _after_fork() -> None:
+    """Begin without devices in the child of a fork."""
+    for device in _DEVICES.values():
+        device.leave_to_parent()
+    _DEVICES.clear()
+    _DRIVERS.clear()
+    _OPENING.release()
+
+
+os.register_at_fork(
+    before=_OPENING.acquire, after_in_parent=_OPENING.release, after_in_child=_after_fork
+)
 
 
 @atexit.register
@@ -234,4 +286,29 @@ def _end() -> None:
     """
     for device in _DEVICES.values():
         device.synchronize()
+    if _DEVICES:
+        _let_threads_rest()
     hal.disable_leak_checker()
+
+
+def _let_threads_rest(limit_s: float = 1.0) -> None:
+    """Wait until the driver's threads sleep.
+
+    Work has ended for whoever waits for it a moment before a thread of the driver lets go of the
+    tensors that it read. For that it takes the interpreter's lock; once the interpreter is ending,
+    Python ends such a thread instead, and C++ the process ("terminate called without an active
+    exception").
+    """
+    deadline, looks = time.monotonic() + limit_s, 0
+    while looks < _LOOKS and time.monotonic() < deadline:
+        looks = looks + 1 if _do_threads_sleep() else 0
+        time.sleep(0.001)  # lets go of the interpreter's lock, too
+
+
+def _do_threads_sleep() -> bool:
+    with contextlib.suppress(OSError):  # no Linux, or a thread that ends
+        for stat in Path("/proc/self/task").glob("*/stat"):
+            name, _, fields = stat.read_text().partition("(")[2].rpartition(")")
+            if name.startswith("iree-") and fields.split()[0] != "S":
+                return False
+    return True

@@ -53,6 +53,7 @@ class Executable:
         Raises:
             RuntimeError: IREE refused the module or a parameter.
         """
+        self._device.start_point()  # not in a forked child
         modules = [self._hal_module]
         if parameters is not None:
             provider = parameters.create_provider(scope=PARAMETER_SCOPE)
@@ -120,7 +121,7 @@ class Function:
                 inputs.push_float(arg)
             else:
                 inputs.push_int(arg)
-        if device._held:
+        if device._held or device._is_of_parent:
             points.append(device.start_point())
         fence, ahead = joined(points)
         signal = new_fence(device.hal)

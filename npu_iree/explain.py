@@ -17,9 +17,10 @@ from lowering.decompositions import decomposition_table
 from lowering.errors import HostOp
 from lowering.plan import Gather, Plan, Put
 from lowering.region import Region
-from npu_iree.backend import compiler_for, input_names
+from npu_iree.backend import input_names
 from npu_iree.options import Options
 from npu_iree.targets import Target
+from npu_iree.toolchain import compiler_for
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
 
 from torch import fx
 
@@ -30,11 +32,26 @@ def aten_to_torch(graphs: Mapping[str, fx.GraphModule], options: CompileOptions)
     """
     from torch_mlir.extras.fx_importer import FxImporter
 
-    with TorchMlirContext() as mlir:
+    with _without_root_handler(), TorchMlirContext() as mlir:
         importer = FxImporter(context=mlir.context)
         for name, graph_module in graphs.items():
             importer.import_stateless_graph(graph_module.graph, func_name=name)
         return str(importer.module.operation.get_asm())
+
+
+@contextlib.contextmanager
+def _without_root_handler() -> Iterator[None]:
+    """Keep the importer from setting up the user's logging.
+
+    It calls `logging.debug`, which puts a handler on a root logger that has none: from then on
+    every message of every package would be on the user's screen.
+    """
+    root, silent = logging.getLogger(), logging.NullHandler()
+    root.addHandler(silent)
+    try:
+        yield
+    finally:
+        root.removeHandler(silent)
 
 
 def _only_torch(asm: str) -> str | None:

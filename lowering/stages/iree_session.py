@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from types import TracebackType
 from typing import Any
 
 from lowering.stages import CompileOptions
+from lowering.stages.mlir_context import MlirContext
 
 
-class IreeSession:
+class IreeSession(MlirContext):
     """Open a compiler session with flags; collects errors as text instead of printing them.
 
     Source: `iree.compiler.api`. The phases of `iree-compile --compile-from/--compile-to` are in its
@@ -21,15 +21,8 @@ class IreeSession:
 
         self._session: Any = Session()
         self._session.set_flags(*options.flags)
-        self.context: Any = self._session.context
-        self.context.load_all_available_dialects()  # for ops that we create ourselves
-        self._messages: list[str] = []
-        self._handler = self.context.attach_diagnostic_handler(self._collect)
-
-    def _collect(self, diagnostic: Any) -> bool:
-        if "error" in str(diagnostic.severity).lower():
-            self._messages.append(f"{diagnostic.location}: {diagnostic.message}")
-        return True
+        self._session.context.load_all_available_dialects()  # for ops that we create ourselves
+        super().__init__(self._session.context)
 
     def parse(self, asm: str) -> Any:
         """Parse a module.
@@ -43,7 +36,7 @@ class IreeSession:
             with self.context:
                 return ir.Module.parse(asm)
         except ir.MLIRError as error:
-            raise RuntimeError(self._said(str(error))) from error
+            raise RuntimeError(self.said(str(error))) from error
 
     def compile(self, module: Any, *, begin: str = "start", end: str = "end") -> Any:
         """Run the compiler's phases after `begin` up to `end` on `module`, in place.
@@ -68,21 +61,13 @@ class IreeSession:
             module.operation.verify()
             invocation.import_module(module.operation)
         except Exception as error:
-            raise RuntimeError(self._said(str(error))) from error
+            raise RuntimeError(self.said(str(error))) from error
         if not invocation.execute():
-            raise RuntimeError(self._said("iree-compile failed without a word"))
+            raise RuntimeError(self.said("iree-compile failed without a word"))
         return invocation
 
-    def _said(self, otherwise: str) -> str:
-        return "\n".join(self._messages) or otherwise
 
-    def __enter__(self) -> IreeSession:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._handler.detach()
+def load_iree() -> None:
+    """Import what `IreeSession` needs, before anybody counts the time."""
+    import iree.compiler.api
+    import iree.compiler.ir  # noqa: F401

@@ -9,6 +9,7 @@ from lowering.abi import PARAMETER_SCOPE
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.iree_session import IreeSession
 from lowering.stages.keep_arguments import keep_arguments
+from lowering.stages.separate_pieces import separate_pieces
 from lowering.stages.separate_reads import separate_reads
 
 
@@ -41,6 +42,7 @@ def linalg_to_flow(linalg_asm: str, options: CompileOptions) -> str:
                 with ir.Location.unknown():
                     keep_arguments(function)
                     separate_reads(function)
+                    separate_pieces(function)
         session.compile(module, end="flow")
         return str(module.operation.get_asm())
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
+from lowering.stages.mlir_context import MlirContext
 
-class TorchMlirContext:
+
+class TorchMlirContext(MlirContext):
     """Open an MLIR context with the torch dialect; collects what passes have to say.
 
     Source: torch-mlir's own driver prints diagnostics to file descriptor 2 and swaps
@@ -17,19 +18,9 @@ class TorchMlirContext:
         from torch_mlir import ir
         from torch_mlir.dialects import torch as torch_dialect
 
-        self.context: Any = ir.Context()
-        torch_dialect.register_dialect(self.context)
-        self._messages: list[str] = []
-        self._handler = self.context.attach_diagnostic_handler(self._collect)
-
-    def _collect(self, diagnostic: Any) -> bool:
-        self._messages.append(f"{diagnostic.location}: {diagnostic.message}")
-        return True
-
-    @property
-    def diagnostics(self) -> str:
-        """Everything said so far, one message a line."""
-        return "\n".join(self._messages)
+        context: Any = ir.Context()
+        torch_dialect.register_dialect(context)
+        super().__init__(context)
 
     def run(self, module: Any, pipeline: str) -> None:
         """Run a textual pass pipeline on `module`, in place.
@@ -43,15 +34,11 @@ class TorchMlirContext:
             with self.context:
                 PassManager.parse(pipeline).run(module.operation)
         except Exception as error:
-            raise RuntimeError(self.diagnostics or str(error)) from error
+            raise RuntimeError(self.said(str(error))) from error
 
-    def __enter__(self) -> TorchMlirContext:
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._handler.detach()
+def load_torch_mlir() -> None:
+    """Import what `TorchMlirContext` needs, before anybody counts the time."""
+    import torch_mlir.dialects.torch
+    import torch_mlir.ir
+    import torch_mlir.passmanager  # noqa: F401

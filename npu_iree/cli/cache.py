@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import zipfile
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from rich.table import Table
 from lowering.archive import ArchiveLimits, open_archive
 from lowering.cache import SUFFIX, ArtifactCache, Entry, write_atomically
 from lowering.denials import DenialRecord
+from lowering.pipeline import Toolchain, compile_source
+from lowering.service import CompileService
 from npu_iree.errors import NpuIreeError, StageError
 from npu_iree.settings import Settings
 
@@ -66,7 +70,10 @@ def verify(
     sample: int = typer.Option(4, help="how many entries to compile again; 0: all"),
     seed: int = typer.Option(0, help="of the choice"),
 ) -> None:
-    """Compile a sample of entries again and compare; exit code 1 if one differs."""
+    """Compile a sample of entries again and compare; exit code 1 if one differs.
+
+    That happens in worker processes with limits: a crash of the compiler is a failure of the entry.
+    """
     cache = _cache()
     entries = cache.entries()
     chosen = random.Random(seed).sample(entries, min(sample or len(entries), len(entries)))
@@ -74,10 +81,11 @@ def verify(
     for path in damaged:
         console.print(f"{path.stem[:16]} is damaged; it is rebuilt when it is needed")
     wrong = 0
-    for path, entry in track(chosen, "compiling again", console=console, transient=True):
-        if problem := _why_wrong(entry):
-            wrong += 1
-            console.print(f"{path.stem[:16]} {escape(problem)}")
+    with _toolchain() as toolchain:
+        for path, entry in track(chosen, "compiling again", console=console, transient=True):
+            if problem := _why_wrong(entry, toolchain):
+                wrong += 1
+                console.print(f"{path.stem[:16]} {escape(problem)}")
     console.print(f"{len(chosen) - wrong} of {len(chosen)} entries are what they should be")
     raise typer.Exit(code=bool(wrong or damaged))
 
@@ -164,7 +172,9 @@ def _take_over(cache: ArtifactCache, data: bytes, name: str) -> bool:
         console.print(escape(f"{name} is left out: {error}"))
         return False
     try:
-        write_atomically(cache.path(entry.key.digest), data)
+        cache.path(entry.key.digest).parent.mkdir(parents=True, exist_ok=True)
+        with cache.lock(entry.key):
+            write_atomically(cache.path(entry.key.digest), data)
     except OSError as error:
         raise NpuIreeError(f"cannot write to {cache.folder}: {error}") from error
     return True
@@ -178,11 +188,18 @@ def _take_over_denials(data: bytes) -> None:
         console.print(escape(f"{record.path.name} is left out: {error}"))
 
 
-def _why_wrong(entry: Entry) -> str | None:
-    from lowering.pipeline import compile_source
-
+@contextlib.contextmanager
+def _toolchain() -> Iterator[Toolchain]:
+    service = CompileService(size=1)
     try:
-        vmfb = compile_source(entry.source, entry.options)
+        yield Toolchain(service=service, fault=Settings.read().fault)
+    finally:
+        service.close()
+
+
+def _why_wrong(entry: Entry, toolchain: Toolchain) -> str | None:
+    try:
+        vmfb = compile_source(entry.source, entry.options, toolchain)
     except StageError as error:
         return f"cannot be compiled again: {error}"
     return None if vmfb == entry.vmfb else "differs from what its source compiles to now"

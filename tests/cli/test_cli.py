@@ -37,7 +37,7 @@ def test_demo_prints_the_table_and_nothing_else(target: str, tmp_path: Path) -> 
 
 def test_an_unknown_target_is_one_clear_line() -> None:
     done = run(COMMAND, "demo", "--target", "npu-locl")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "Did you mean 'npu-local'?" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -19,7 +19,9 @@ AROUND = ("pip install", "python ci/check.py")
 def test_the_python_snippets_run_in_their_order(tmp_path: Path) -> None:
     script = tmp_path / "readme.py"
     script.write_text("\n".join(text for kind, text in BLOCKS if kind == "python"))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert "aten.median.default" in done.stdout
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
-from npu_iree.backend import compile_service
+from npu_iree.toolchain import compile_service
 
 Case = tuple[Callable[..., Any], tuple[torch.Tensor, ...], dict[str, Any]]
 
@@ -127,7 +127,15 @@ def answer(names: list[str], **options: Any) -> dict[str, Any]:
     }
 
 
+def await_release() -> None:
+    """Say that all is imported, and go on when a line comes in."""
+    print(json.dumps({"ready": True}), flush=True)
+    sys.stdin.readline()
+
+
 def main() -> None:
+    if "--together" in sys.argv:
+        await_release()
     names = [arg for arg in sys.argv[1:] if not arg.startswith("--")]
     options = [arg.partition("=")[2] for arg in sys.argv[1:] if arg.startswith("--options=")]
     print(json.dumps(answer(names, **json.loads(options[0] if options else "{}"))), flush=True)

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,23 @@ def start(
         [str(python or sys.executable), str(FOLDER / f"{program}.py"), *args],
         stdin=pipe, stdout=pipe, stderr=pipe, text=True, env={**own, **env},
     )  # fmt: skip
+
+
+def start_together(commands: Sequence[Sequence[str]], **env: str) -> list[subprocess.Popen[str]]:
+    """Start programs that import what they need, and then wait for `release`."""
+    processes = [start(program, *args, "--together", **env) for program, *args in commands]
+    for process in processes:
+        assert process.stdout is not None
+        assert "ready" in process.stdout.readline()
+    return processes
+
+
+def release(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """Let processes of `start_together` go on, all at once."""
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 300.0) -> list[dict[str, Any]]:

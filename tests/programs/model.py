@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from models.zoo import ZOO, flatten
-from npu_iree import backend
+from npu_iree import backend, toolchain
 from npu_iree.runner import Runner
 
 
@@ -57,7 +57,7 @@ def main() -> None:
     answer = {
         "away": float(max(away)),
         "counts": dict(counters["npu_iree"]),
-        "started": backend.compile_service().started,
+        "started": toolchain.compile_service().started,
         "compilers": [m for m in ("torch_mlir", "iree.compiler") if m in sys.modules],
         "first_call_s": first_call_s,
         "compile_s": clock.compile_s,

@@ -6,22 +6,25 @@ import hashlib
 import json
 import logging
 import os
-import signal
 import tempfile
 import threading
+import tracemalloc
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowering.cache import FORMAT, ArtifactCache, Entry
 from lowering.key import CacheKey
+from npu_iree.runner import Runner
 from programs.cases import CASES, is_right
-from programs.launch import finish, run, start, wait_until
+from programs.launch import finish, release, run, start_together, wait_until
 
 PAIRS = {
     "wiring": ("times-left", "times-right"),
@@ -84,6 +87,21 @@ def test_different_programs_have_different_entries_across_processes(tmp_path: Pa
         assert len(files(tmp_path)) == len(DIFFERENT)
 
 
+def test_wirings_with_arguments_in_the_same_order_are_different_programs(
+    folder: Path, counts: Counter[str], compile_function: Callable[..., Runner]
+) -> None:
+    """Dynamo numbers inputs by first use; there the two are rightly one program."""
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    wirings = [lambda x, y: (x - y) * x, lambda x, y: (y - x) * y]
+    for cache_hits in (0, 2):
+        for wiring in wirings:
+            (result,) = compile_function(wiring, x, y)(x, y)
+            torch.testing.assert_close(result, wiring(x, y))
+        assert (counts["compiles"], counts["cache_hits"], len(files(folder))) == (2, cache_hits, 2)
+    programs = {Entry.from_bytes(path.read_bytes()).parts["program"] for path in files(folder)}
+    assert len(programs) == 2
+
+
 def test_the_same_program_under_other_names_shares_an_entry(
     folder: Path, counts: Counter[str]
 ) -> None:
@@ -92,36 +110,63 @@ def test_the_same_program_under_other_names_shares_an_entry(
     assert (counts["compiles"], counts["cache_hits"], len(files(folder))) == (1, 1, 1)
 
 
-@pytest.mark.sweep  # its processes are forked with compilers loaded, which may abort under load
+def total_of(answers: list[dict[str, Any]]) -> Counter[str]:
+    return sum((Counter(answer["counts"]) for answer in answers), Counter[str]())
+
+
 def test_ten_processes_compile_each_region_once(tmp_path: Path) -> None:
-    env = {"NPU_IREE_CACHE": str(tmp_path)}
-    answers = finish(start("storm", str(STORMERS), "two-regions", **env))
-    assert len(answers) == STORMERS
-    total = sum((Counter(a["counts"]) for a in answers), Counter[str]())
+    commands = [("cases", "two-regions")] * STORMERS
+    processes = start_together(commands, NPU_IREE_CACHE=str(tmp_path))
+    release(processes)
+    answers = [finish(process)[-1] for process in processes]
     assert all(a["right"] for a in answers)
+    assert not [w for a in answers for w in a["warnings"] if "cache" in w]
+    total = total_of(answers)
     assert total["compiles"] == total["cache_misses"] == len(files(tmp_path)) == 2
     assert total["cache_hits"] == total["regions"] - 2 == 2 * STORMERS - 2
     assert litter(tmp_path) == []
 
 
-def test_a_process_killed_in_the_middle_of_a_write_breaks_nothing(tmp_path: Path) -> None:
-    env = {"NPU_IREE_CACHE": str(tmp_path)}
-    victim = start("gate", "f32", **env)
+def test_one_of_ten_processes_killed_in_the_middle_of_a_write_breaks_nothing(
+    tmp_path: Path,
+) -> None:
+    cache, asking = tmp_path / "cache", tmp_path / "asking"
+    asking.mkdir()
+    waiting = ("gate", "lock", str(asking), "two-regions")
+    commands = [("gate", "write", "two-regions"), *[waiting] * (STORMERS - 1)]
+    victim, *others = start_together(commands, NPU_IREE_CACHE=str(cache))
+    release([victim])
     assert victim.stdout is not None
     assert "middle of a write" in victim.stdout.readline()
-    others = [start("cases", "f32", **env) for _ in range(2)]
-    assert files(tmp_path) == []
-    assert len(litter(tmp_path)) == 2, "one lock, one half of a file"
-    victim.send_signal(signal.SIGKILL)
+    release(others)
+    wait_until(lambda: len([*asking.iterdir()]) == len(others), limit_s=120)
+    assert files(cache) == []
+    assert any(path.stat().st_size for path in litter(cache)), "half of a file"
+    victim.kill()
     victim.communicate()
     answers = [finish(process)[-1] for process in others]
-    assert all(a["right"] and not a["warnings"] for a in answers)
-    total = sum((Counter(a["counts"]) for a in answers), Counter[str]())
-    assert (total["compiles"], total["cache_hits"], len(files(tmp_path))) == (1, 1, 1)
-    (left,) = litter(tmp_path)
-    os.utime(left, (0, 0))
-    ArtifactCache(tmp_path).prune()
+    assert all(a["right"] for a in answers)
+    assert not [w for a in answers for w in a["warnings"] if "cache" in w]
+    total = total_of(answers)
+    assert total["compiles"] == total["cache_misses"] == len(files(cache)) == 2
+    assert total["cache_hits"] == 2 * len(others) - 2
+    assert litter(cache) == []
+
+
+def test_what_a_killed_process_left_half_written_is_removed_in_the_end(tmp_path: Path) -> None:
+    cache, _ = filled(tmp_path, 1)
+    other = tmp_path / "artifacts" / f".{key_of(1).digest}.npua.half"
+    own = tmp_path / "artifacts" / f".{KEY.digest}.npua.half"
+    for path in (own, other):
+        path.write_bytes(b"half")
+    with cache.lock(KEY):
+        assert [own.exists(), other.exists()] == [False, True]
+    cache.prune()
+    assert other.exists(), "somebody may be writing it"
+    os.utime(other, (0, 0))
+    cache.prune()
     assert litter(tmp_path) == []
+    assert kept(cache, 1) == [0]
 
 
 def key_of(number: int) -> CacheKey:
@@ -193,6 +238,15 @@ def head_of(**fields: Any) -> bytes:
 )  # fmt: skip
 def test_a_head_that_makes_no_sense_is_not_loaded(body: bytes) -> None:
     assert load(with_checksum(body)) == (None, False)
+
+
+def test_an_entry_whose_source_is_a_bomb_is_not_loaded() -> None:
+    bomb = zlib.compress(bytes(64 << 20))
+    head = head_of(source_bytes=len(bomb)).partition(b"\n")[0]
+    tracemalloc.start()
+    assert load(with_checksum(head + b"\n" + bomb)) == (None, False)
+    assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    tracemalloc.stop()
 
 
 def test_the_entry_of_another_key_is_not_loaded() -> None:
@@ -268,6 +322,50 @@ def test_a_folder_that_cannot_be_written_to_is_one_warning(
     assert "nothing is cached" in warning
     assert str(where) in warning
     assert file.read_text() == "not a folder"
+
+
+def test_a_full_disk_is_one_warning_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    done = run("full_disk", "f32", "plus-1", NPU_IREE_CACHE=str(tmp_path))
+    assert done["right"]
+    assert done["counts"]["compiles"] == 2
+    (warning,) = done["warnings"]
+    assert "nothing is cached" in warning
+    assert "File too large" in warning
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_what_was_refused_is_healed_on_a_full_disk_and_leaves_nothing_behind(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    env = {
+        "NPU_IREE_FAULT": "torch-to-linalg:memory:aten.tanh.default",
+        "TMPDIR": f"{tmp_path}/tmp",
+    }
+    done = run("full_disk", "mixed", NPU_IREE_CACHE=str(tmp_path / "cache"), **env)
+    assert done["right"]
+    assert (done["counts"]["host_ops"], done["counts"]["healed_ops"]) == (1, 1)
+    for part in ("nothing is cached", "dumps are not complete", "refused ops"):
+        assert len([w for w in done["warnings"] if part in w]) == 1
+    assert len(done["warnings"]) == 3
+    assert "NPU_IREE_DUMP" in "".join(done["warnings"]), "there is no repro to point to"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert not [path for path in (tmp_path / "cache" / "failures").glob("*")]
+
+
+def test_what_was_refused_is_healed_where_nothing_can_be_written(
+    monkeypatch: pytest.MonkeyPatch, counts: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("NPU_IREE_CACHE", "/proc/npu-iree/for-denials")
+    monkeypatch.setenv("NPU_IREE_FAULT", "torch-to-linalg:error:aten.tanh.default")
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/npu-iree")
+    assert is_right("mixed")
+    assert (counts["host_ops"], counts["healed_ops"]) == (1, 1)
+    warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert [w.partition(":")[0] for w in warnings] == [
+        "nothing is cached",
+        "the compiler refused ops, which run on the host now",
+    ]
 
 
 def test_a_cache_that_is_off_writes_nothing(

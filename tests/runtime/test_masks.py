@@ -18,8 +18,8 @@ from lowering.decompositions import decomposition_table
 from lowering.partition import Partition
 from lowering.plan import Free, Gather, Host, Invoke, Plan, Put, Scalar, Value
 from lowering.segments import HOST
-from npu_iree.backend import compiler_for
 from npu_iree.options import Options
+from npu_iree.toolchain import compiler_for
 from tolerances import assert_same
 
 Tensor = torch.Tensor

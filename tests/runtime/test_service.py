@@ -9,6 +9,9 @@ import operator
 import os
 import signal
 import subprocess
+import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
@@ -22,13 +25,13 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from lowering.bisect import Diagnosis, diagnose
 from lowering.denials import DenialRecord
-from lowering.errors import StageError
+from lowering.errors import StageError, WorkerStartError
 from lowering.service import CompileService, Limits
 from lowering.stages import CompileOptions
-from npu_iree import backend
+from npu_iree import toolchain
 from programs import cases
 from programs.cases import is_right
-from programs.launch import finish, processes_with, run, start, wait_until
+from programs.launch import finish, processes_with, release, run, start, start_together, wait_until
 
 STAGES = ("torch-to-linalg", "linalg-to-flow", "flow-to-vmfb")
 KINDS = ("abort", "segv", "kill", "hang", "memory", "error")
@@ -61,8 +64,6 @@ def test_a_failing_worker_sends_one_op_to_the_host_once(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    assert is_right("f32")  # a worker is warm, so the time limit is the stage's own
-    counts.clear()
     monkeypatch.setenv("NPU_IREE_CACHE", str(tmp_path))
     monkeypatch.setenv("NPU_IREE_FAULT", fault(stage, kind))
     assert is_right("mixed", **LIMITS)
@@ -83,8 +84,11 @@ def test_a_failing_worker_sends_one_op_to_the_host_once(
 
 def test_processes_that_fail_at_once_end_well_and_the_next_does_not_ask(tmp_path: Path) -> None:
     cache = {"NPU_IREE_CACHE": str(tmp_path)}
-    storm = start("storm", "2", "mixed", NPU_IREE_FAULT=fault("torch-to-linalg", "kill"), **cache)
-    for answer in finish(storm):
+    faulty = {"NPU_IREE_FAULT": fault("torch-to-linalg", "kill"), **cache}
+    processes = start_together([("cases", "mixed")] * 2, **faulty)
+    release(processes)
+    for process in processes:
+        (answer,) = finish(process)
         assert answer["right"]
         assert answer["counts"]["host_ops"] == 1
     assert len(DenialRecord(tmp_path / "denials.json").read()) == 1
@@ -205,6 +209,63 @@ def test_a_folder_of_the_users_cannot_shadow_what_a_worker_imports(
     assert b"linalg" in lower(service)
 
 
+def test_a_forked_process_has_workers_of_its_own() -> None:
+    done = run("fork", NPU_IREE_CACHE="off")
+    assert done["child"]["right"]
+    assert done["child"]["code"] == 0, "it ends by itself"
+    assert "before this process was forked" in done["child"]["refusal"]
+    assert done["sum"] == 2.0 * sum(range(8))
+    assert done["right"]
+    assert done["restarted"] == 0, "the parent's workers live on"
+
+
+@pytest.fixture
+def slow_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let the interpreter of a worker wait for a pipe to be opened before it imports anything."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    (tmp_path / "sitecustomize.py").write_text(f"open({str(gate)!r}).close()")
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    )
+    return gate
+
+
+def test_the_start_of_a_worker_is_not_the_time_of_a_stage(
+    service: CompileService, slow_start: Path
+) -> None:
+    opener = threading.Timer(3.0, lambda: slow_start.open("w").close())
+    opener.start()
+    started = time.monotonic()
+    assert b"linalg" in lower(service, time_s=2.0)
+    assert time.monotonic() - started > 2.9
+
+
+def test_a_worker_that_does_not_come_up_is_not_the_programs_fault(
+    service: CompileService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(WorkerStartError, match="ended with code 1"):
+        lower(service)
+    assert service.started == 3
+    monkeypatch.setattr(sys, "executable", "/nothing")
+    with pytest.raises(WorkerStartError, match="No such file"):
+        lower(service)
+    monkeypatch.undo()
+    assert b"linalg" in lower(service)
+
+
+def test_without_workers_no_op_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: CompileService
+) -> None:
+    monkeypatch.setenv("NPU_IREE_CACHE", str(tmp_path))
+    monkeypatch.setattr(toolchain, "compile_service", lambda: service)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(BackendCompilerFailed, match="no compile worker comes up"):
+        is_right("mixed")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
 def entries(cache: Path) -> list[Path]:
     return [*(cache / "artifacts").glob("*.npua")]
 
@@ -228,6 +289,7 @@ def interrupted(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]
                 and len(entries(cache)) >= after_entries
             ),
             process,
+            limit_s=150,
         )
         assert len(entries(cache)) == after_entries
         process.send_signal(signal.SIGINT)
@@ -244,7 +306,7 @@ def assert_nothing_is_left(process: subprocess.Popen[str], tmp_path: Path) -> No
     assert "KeyboardInterrupt" in err
     assert "StageError" not in err
     cache = tmp_path / "cache"
-    wait_until(lambda: not processes_with(f"NPU_IREE_CACHE={cache}"), limit_s=10)
+    wait_until(lambda: not processes_with(f"NPU_IREE_CACHE={cache}"), limit_s=30)
     assert [*(cache / "locks").glob("*")] == []
     assert [*(cache / "artifacts").glob(".*")] == []
     assert [*(tmp_path / "scratch").glob("npu-iree-*")] == []
@@ -344,9 +406,9 @@ def test_what_takes_a_result_apart_stays_with_it() -> None:
 
 def test_graphs_share_the_workers_of_a_process(counts: Counter[str]) -> None:
     assert is_right("f32")
-    started = backend.compile_service().started
+    started = toolchain.compile_service().started
     assert all(is_right(name) for name in ("f16", "plus-1"))
-    assert (counts["compiles"], backend.compile_service().started) == (3, started)
+    assert (counts["compiles"], toolchain.compile_service().started) == (3, started)
 
 
 def test_healing_is_quiet_at_the_second_graph(
