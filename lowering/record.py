@@ -155,4 +155,5 @@ def _range(known: Any) -> tuple[int, int | None]:
     if known is None:
         return (0, None)
     is_bounded = known.upper.is_integer and known.upper < _UNBOUNDED
-    return (int(known.lower), int(known.upper) if is_bounded else None)
+    low = int(known.lower) if known.lower > -_UNBOUNDED else -_UNBOUNDED  # a number, not a size
+    return (low, int(known.upper) if is_bounded else None)

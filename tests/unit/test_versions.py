@@ -31,6 +31,15 @@ def test_another_version_is_named_with_the_command_that_mends_it(
 
 
 def test_pyproject_pins_the_verified_set() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    pins = dict(d.split("==") for d in project["dependencies"] if "==" in d)
+    root = Path(__file__).parents[2]
+    dynamic = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["dynamic"]
+    files = dynamic["dependencies"]["file"]
+    lines = [line for file in files for line in (root / file).read_text().splitlines()]
+    pins = dict(line.split("==") for line in lines if "==" in line)
     assert {name: pin.removesuffix(".*") for name, pin in pins.items()} == versions.VERIFIED
+
+
+def test_a_machine_that_only_runs_gets_no_compiler() -> None:
+    text = (Path(npu_iree.__file__).parent / "requirements" / "runtime.txt").read_text()
+    assert "iree-base-runtime" in text
+    assert not [name for name in ("torch-mlir", "iree-base-compiler") if name in text]
