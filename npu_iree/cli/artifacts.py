@@ -209,8 +209,8 @@ def _size(symbol: str, call: Call, sizes: dict[str, int]) -> int:
 
 
 def _read(name: str, path: Path) -> torch.Tensor:
-    try:
-        return torch.from_numpy(np.load(path, allow_pickle=False))
+    try:  # copied: a device thread may free it last, which for NumPy's memory takes an interpreter
+        return torch.tensor(np.load(path, allow_pickle=False))
     except (OSError, ValueError, TypeError) as error:
         raise ArgumentError(f"cannot read input {name} from {path}: {error}") from error
 
