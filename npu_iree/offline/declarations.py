@@ -77,6 +77,8 @@ def check_call(
     if len(call.takes) != len(call.function.inputs):
         raise ValueError(f"{name}: takes and inputs do not match")
     for source, spec in zip(call.takes, call.function.inputs, strict=True):
+        if source.kind not in ("argument", "state"):
+            raise ValueError(f"{name}: no function takes a {source.kind}")
         _check_same(name, _kind(call, states, source), _plain_kind(spec))
     for target, source in call.writes:
         if target.kind not in ("argument", "state") or source.kind not in ("argument", "result"):

@@ -209,6 +209,10 @@ LIES: dict[str, tuple[Callable[[Row], object], str]] = {
         lambda r: entry(r)["outputs"][0].update(index=7),
         "there is no result 7",
     ),
+    "argument that is a result": (
+        lambda r: entry(r)["takes"][0].update(kind="result"),
+        "no function takes a result",
+    ),
     "no entry points": (lambda r: r.update(entries={}), "it has no entry points"),
     "entry that is not there": (
         lambda r: r["entries"].update(other=entry(r)),
