@@ -201,6 +201,7 @@ def capture_export(name: str, program: ExportedProgram, written: Collection[str]
     for node in graph_module.graph.find_nodes(op="call_function", target=_CHECKED_AT_THE_CALL):
         graph_module.graph.erase_node(node)
     constants = normalize(graph_module)
+    _give_own_values(program)
     captured = CapturedGraph(
         graph_module,
         tuple(n for n in (*users, *states) if _is_passed(n)),
@@ -260,6 +261,29 @@ def _inline(graph_module: fx.GraphModule, node: fx.Node, value: torch.Tensor) ->
         constant = graph_module.graph.get_attr(name)
     constant.meta = {**node.meta, "val": value.contiguous()}
     node.replace_all_uses_with(constant)
+
+
+def _give_own_values(program: ExportedProgram) -> None:
+    """Let what a call writes, and what it returns of what it writes to, be values of their own.
+
+    Before: last, x -> write x to last; return last
+    After:  last, x -> %0 = clone(x), %1 = clone(last); write %0 to last; return %1
+    """
+    signature, graph = program.graph_signature, program.graph_module.graph
+    names = {str(s.target): s.arg.name for s in signature.input_specs if s.target is not None}
+    writes = [s for s in signature.output_specs if s.kind not in _RESULTS]
+    written = {names.get(str(s.target), str(s.target)) for s in writes}
+    output = graph.output_node()
+    values = list(output.args[0])
+    for i, (spec, value) in enumerate(zip(signature.output_specs, values, strict=True)):
+        is_given = isinstance(value, fx.Node) and value.op in ("placeholder", "get_attr")
+        if not is_given or not isinstance(value.meta["val"], torch.Tensor):
+            continue
+        if spec.kind not in _RESULTS or value.name in written:
+            with graph.inserting_before(output):
+                values[i] = graph.call_function(torch.ops.aten.clone.default, (value,))
+            values[i].meta = dict(value.meta)
+    output.args = (tuple(values),)
 
 
 def _is_passed(node: fx.Node) -> bool:

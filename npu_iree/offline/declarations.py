@@ -81,10 +81,8 @@ def check_call(
             raise ValueError(f"{name}: no function takes a {source.kind}")
         _check_same(name, _kind(call, states, source), _plain_kind(spec))
     for target, source in call.writes:
-        if target.kind not in ("argument", "state") or source.kind not in ("argument", "result"):
+        if target.kind not in ("argument", "state") or source.kind != "result":
             raise ValueError(f"{name}: a {source.kind} cannot be written to a {target.kind}")
-        if target.kind == "state" and source.kind != "result":
-            raise ValueError(f"{name}: state {target.name[:80]} is set to no result")
         _check_same(name, _kind(call, states, target), _kind(call, states, source))
 
 

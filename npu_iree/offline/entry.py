@@ -16,6 +16,7 @@ from npu_iree.border import Crossing, fetch, put_in_place
 from npu_iree.device import Device
 from npu_iree.errors import ArgumentError, ArtifactError
 from npu_iree.executable import Executable
+from npu_iree.frozen import overlapping
 from npu_iree.offline.arguments import by_name, check_argument
 from npu_iree.offline.declarations import check_call
 from npu_iree.offline.sizes import check_ranges, evaluate, places_of
@@ -94,8 +95,9 @@ class LoadedEntry:
             arrays = [results[i] for i in self._fetched]
             crossings = [self._crossings[i] for i in self._fetched]
             kept = [results[i] for i in self._written.values()]
+            given = list(imported)
             tensors = fetch(self._device, arrays, crossings, "the caller", imported, kept)
-            self._advance(results)
+            self._advance(self._own(results, kept, given))
             states = self._returned_states()
         for i, tensor in zip(self._fetched, tensors, strict=True):
             results[i] = tensor
@@ -136,6 +138,22 @@ class LoadedEntry:
         """Let the states be what a call has made of them."""
         if self._written:
             self._states.advance({n: results[i] for n, i in self._written.items()})
+
+    def _own(
+        self, results: Sequence[Any], kept: Sequence[DeviceArray], given: Sequence[torch.Tensor]
+    ) -> Sequence[Any]:
+        """Copy a state that is in the caller's memory: the compiler gives back what it was given.
+
+        Args:
+            results: of the call.
+            kept: those of them that are states.
+            given: memory of the arguments.
+        """
+        if self._device.target.memory != "unified" or not kept or not given:
+            return results
+        tensors = self._device.fetch(kept)
+        copies = {id(kept[i]): self._device.put(tensors[i]) for i in overlapping(tensors, given)}
+        return [copies.get(id(result), result) for result in results]
 
     def _returned_states(self) -> dict[str, Any]:
         names = {s.name for s in self.call.outputs if s.kind == "state"}

@@ -178,6 +178,46 @@ class Net(nn.Module):
         return self.second(torch.relu(self.first(x))) * self.scale.float()
 
 
+class CopiesIn(nn.Module):
+    """One argument becomes the other; what it was is returned too."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        before = x.clone()
+        x.copy_(y)
+        return before, x + 1
+
+
+class Remembers(nn.Module):
+    """States become arguments and each other, as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(3))
+        self.register_buffer("first", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        change = x - self.last
+        before = self.first.clone()
+        self.first.copy_(self.last)
+        self.last.copy_(x)
+        return change, before
+
+
+class SetsTwo(nn.Module):
+    """Two states and a result are one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("one", torch.zeros(3))
+        self.register_buffer("two", torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2 + self.one - self.two
+        self.one.copy_(y)
+        self.two.copy_(y)
+        return y
+
+
 def seeded(*sizes: int) -> torch.Tensor:
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(sum(sizes)))
 

@@ -11,7 +11,19 @@ import pytest
 import torch
 
 import npu_iree
-from models.small import Cache, Point, SmallModel, Unknown, cached, seeded, signatures
+from models.small import (
+    Cache,
+    CopiesIn,
+    Point,
+    Remembers,
+    SetsTwo,
+    SmallModel,
+    Unknown,
+    cached,
+    compiled,
+    seeded,
+    signatures,
+)
 from npu_iree.offline.load import LoadedProgram
 from tolerances import assert_same
 
@@ -217,6 +229,35 @@ def test_a_failed_call_leaves_the_state_as_it_was(
             results[0].wait()
     assert_same(cache.step(x), eager_cache(x))
     assert_same(cache.step(x), eager_cache(x))
+
+
+WRITERS = {CopiesIn: 2, Remembers: 1, SetsTwo: 1}  # -> how many arguments
+
+
+@pytest.fixture(scope="module", params=WRITERS, ids=lambda kind: kind.__name__)
+def writer(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[type[torch.nn.Module], Path]:
+    kind = request.param
+    model = SmallModel(kind(), tuple(torch.zeros(3) for _ in range(WRITERS[kind])))
+    return kind, compiled({"main": model}, tmp_path_factory.mktemp("writer") / "writer.vmfb")
+
+
+@torch.no_grad()
+def test_what_is_written_is_nobody_elses_memory(
+    writer: tuple[type[torch.nn.Module], Path], target: str
+) -> None:
+    """A state that is set to an argument stays what it was when the caller goes on to write."""
+    kind, path = writer
+    model, program = kind(), npu_iree.load(path, target)
+    for step in range(3):
+        mine = [torch.arange(3.0) + step + i for i in range(WRITERS[kind])]
+        its = copy.deepcopy(mine)
+        expected, actual = model(*its), program(*mine)
+        assert_same(actual, expected)
+        assert_same(mine, its)
+        for tensor in (*mine, *tensors(actual), *its, *tensors(expected)):
+            tensor.fill_(50)
 
 
 @torch.no_grad()
