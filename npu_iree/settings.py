@@ -49,6 +49,11 @@ class Settings:
         )
 
 
+def turn_cache_off() -> None:
+    """Compile everything anew in this process, whatever the user has set."""
+    os.environ["NPU_IREE_CACHE"] = "off"
+
+
 def _bytes(name: str, default: int) -> int:
     text = os.environ.get(name)
     if not text:

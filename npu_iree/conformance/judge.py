@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -47,9 +44,6 @@ def judge(case: Case, target: str, progress: Progress) -> Verdict:
         target: name of an installed target.
         progress: told what is about to be done, in case it never ends.
     """
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    os.environ["NPU_IREE_CACHE"] = "off"
     worst, details = 0, ["nothing was tried"]
     for i, sample in enumerate(_samples(case)):
         progress(f"sample {i}")

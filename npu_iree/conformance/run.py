@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 from npu_iree.conformance.cases import Case
 from npu_iree.conformance.judge import Verdict, judge
 from npu_iree.conformance.pool import Died, Progress, run_all
+from npu_iree.settings import turn_cache_off
 
 
 def run_cases(
@@ -59,6 +62,10 @@ def read_journal(journal: Path | None) -> dict[str, Verdict]:
 
 
 def _judge(case: Case, progress: Progress, *, target: str) -> Verdict:
+    """Judge a case in a process of its own, which nobody listens to."""
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    turn_cache_off()
     return judge(case, target, progress)
 
 
