@@ -100,7 +100,7 @@ def test_a_flipped_bit_is_refused_or_harmless(
 
 def test_a_flipped_bit_in_each_region_is_refused(artifact: Path, net: Path) -> None:
     whole = net.read_bytes()
-    _manifest, module = unpack(net)
+    manifest, module = unpack(net)
     directory = whole.index(b"PK\x01\x02", len(module))
     regions = {
         "module": (0, len(module)),
