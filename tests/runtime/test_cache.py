@@ -55,7 +55,7 @@ def litter(folder: Path) -> list[Path]:
     return [*locks, *(folder / "artifacts").glob(".*")]
 
 
-@pytest.mark.parametrize("name", ["bert", "resnet50"])
+@pytest.mark.parametrize("name", ["bert", pytest.param("resnet50", marks=pytest.mark.sweep)])
 def test_a_second_process_compiles_nothing(name: str, tmp_path: Path) -> None:
     first = run("model", name, NPU_IREE_CACHE=str(tmp_path))
     assert first["counts"]["compiles"] == first["counts"]["cache_misses"] >= 1
@@ -127,6 +127,7 @@ def test_ten_processes_compile_each_region_once(tmp_path: Path) -> None:
     assert litter(tmp_path) == []
 
 
+@pytest.mark.sweep
 def test_one_of_ten_processes_killed_in_the_middle_of_a_write_breaks_nothing(
     tmp_path: Path,
 ) -> None:
