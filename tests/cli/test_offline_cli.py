@@ -161,6 +161,7 @@ def test_bench_gives_percentiles_and_throughput(command: Command, folder: Path) 
 
 
 @pytest.mark.parametrize("stage", [s.name for s in STAGES])
+@pytest.mark.sweep
 def test_each_stage_can_be_the_last(
     stage: str, command: Command, folder: Path, tmp_path: Path
 ) -> None:

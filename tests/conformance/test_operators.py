@@ -47,6 +47,7 @@ def test_right_operators_pass_and_say_where_they_ran(tmp_path: Path) -> None:
     assert len(suite.findall(".//testcase")) == len(found)
 
 
+@pytest.mark.sweep
 def test_a_stopped_run_goes_on_and_a_wrong_operator_fails_it(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     planted = {"key": "add[f32]", "outcome": "wrong", "detail": "planted"}

@@ -114,6 +114,7 @@ def total_of(answers: list[dict[str, Any]]) -> Counter[str]:
     return sum((Counter(answer["counts"]) for answer in answers), Counter[str]())
 
 
+@pytest.mark.sweep
 def test_ten_processes_compile_each_region_once(tmp_path: Path) -> None:
     commands = [("cases", "two-regions")] * STORMERS
     processes = start_together(commands, NPU_IREE_CACHE=str(tmp_path))
@@ -335,6 +336,7 @@ def test_a_full_disk_is_one_warning_and_leaves_nothing_behind(tmp_path: Path) ->
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
+@pytest.mark.sweep
 def test_what_was_refused_is_healed_on_a_full_disk_and_leaves_nothing_behind(
     tmp_path: Path,
 ) -> None:

@@ -163,6 +163,7 @@ def test_torch_logs_shows_one_line_a_compile(tmp_path: Path) -> None:
     assert "lowering/" not in err
 
 
+@pytest.mark.sweep
 def test_torch_trace_has_the_plan_and_a_report(tmp_path: Path) -> None:
     run_with(TORCH_TRACE=str(tmp_path / "trace"), NPU_IREE_CACHE="off")
     (log,) = (tmp_path / "trace").iterdir()

@@ -218,7 +218,10 @@ def train(model: nn.Module, call: Any, batches: list[Batch], optimizer: str) -> 
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", pytest.param("sgd", marks=pytest.mark.sweep)])
-@pytest.mark.parametrize("name", TRAINEES)
+@pytest.mark.parametrize(
+    "name",
+    [n if n != "resnet18" else pytest.param(n, marks=pytest.mark.sweep) for n in TRAINEES],
+)
 def test_a_loss_curve_is_eagers(name: str, optimizer: str, counts: Counter[str]) -> None:
     torch.manual_seed(0)
     ours = WithLoss(TRAINEES[name].build()).train()
