@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from lowering.dtypes import DTYPES
 from npu_iree.conformance.cases import Case, database
 from npu_iree.conformance.pool import Progress
+from npu_iree.report import recorded_plans
 from npu_iree.tolerances import tolerance
 
 # What came of a case, from best to worst.
@@ -39,65 +40,102 @@ class Verdict:
 def judge(case: Case, target: str, progress: Progress) -> Verdict:
     """Try a case; its outcome is the worst of its samples.
 
+    All samples are compiled as one graph, since that is the quickest way to see that all is well;
+    where it is not, each is compiled by itself.
+
     Args:
         case: the case.
         target: name of an installed target.
         progress: told what is about to be done, in case it never ends.
     """
-    worst, details = 0, ["nothing was tried"]
-    for i, sample in enumerate(_samples(case)):
-        progress(f"sample {i}")
-        outcome, detail = _try(case, sample, target)
-        rank = OUTCOMES.index(outcome)
-        if i == 0 or rank > worst:
-            worst, details = rank, []
-        if rank == worst and detail not in details:
-            details.append(detail)
-    return Verdict(case.key, OUTCOMES[worst], "\n".join(filter(None, details))[:2000])
+    samples, problem = _samples(case)
+    if not samples:
+        return Verdict(case.key, "skipped", problem)
+    progress("all samples")
+    tried = [_try(case, samples, target)]
+    if len(samples) > 1 and not tried[0].is_clear:
+        tried = []
+        for i, sample in enumerate(samples):
+            progress(f"sample {i}")
+            tried.append(_try(case, [sample], target))
+    outcome = max((t.outcome for t in tried), key=OUTCOMES.index)
+    details = dict.fromkeys(line for t in tried if t.outcome == outcome for line in t.details)
+    return Verdict(case.key, outcome, "\n".join(details)[:2000])
 
 
-def _samples(case: Case) -> list[Any]:
+@dataclass(frozen=True)
+class _Attempt:
+    """What came of compiling some samples as one graph.
+
+    Attributes:
+        outcome: one of `OUTCOMES`.
+        details: the host ops with their reasons, or what was wrong.
+        is_clear: whether the samples one by one could tell no more.
+    """
+
+    outcome: str
+    details: Sequence[str] = ()
+    is_clear: bool = False
+
+
+def _samples(case: Case) -> tuple[list[Any], str]:
+    """Take the samples that eager can do, and say what it raised at another."""
     info = database()[case.position]
     torch.manual_seed(0)
     samples = list(info.sample_inputs("cpu", DTYPES[case.dtype], requires_grad=case.backward))
     count = min(case.samples or len(samples), len(samples))
-    return [samples[i * len(samples) // count] for i in range(count)]
+    taken, problem = [], "it has no samples"
+    for i in range(count):
+        sample = samples[i * len(samples) // count]
+        try:
+            _run(_function(case), [sample], case.backward)
+        except Exception as error:  # whatever eager says: then there is nothing to compare with
+            problem = f"eager: {_line(error)}"
+        else:
+            taken.append(sample)
+    return taken, problem
 
 
-def _try(case: Case, sample: Any, target: str) -> tuple[str, str]:
-    info = database()[case.position]
-    operator = info.op
+def _function(case: Case) -> Callable[..., Any]:
+    operator = database()[case.position].op
 
-    def function(value: Any, *args: Any, **kwargs: Any) -> Any:
-        return operator(value, *args, **kwargs)
+    def function(calls: Sequence[Any]) -> list[Any]:
+        return [operator(value, *args, **kwargs) for value, args, kwargs in calls]
 
-    try:
-        expected = _run(function, sample, case.backward)
-    except Exception as error:  # whatever eager says: then there is nothing to compare with
-        return "skipped", f"eager: {_line(error)}"
+    return function
+
+
+def _try(case: Case, samples: Sequence[Any], target: str) -> _Attempt:
+    function = _function(case)
+    expected = _run(function, samples, case.backward)
     torch._dynamo.reset()
     counters.clear()
     compiled = torch.compile(function, backend="npu_iree", options={"target": target})
     try:
-        actual = _run(compiled, sample, case.backward)
+        with recorded_plans() as plans:
+            actual = _run(compiled, samples, case.backward)
     except Exception as error:  # a case may fail in any way; the next one must not notice
-        return "error", _line(error)
+        return _Attempt("error", [_line(error)])
     if problem := _difference(actual, expected):
-        return "wrong", problem
-    counts = counters["npu_iree"]
-    if counts["unsupported_ops"] or counters["graph_break"] or not counts["graphs"]:
-        breaks = len(counters["graph_break"])
-        return "host", f"{counts['unsupported_ops']} host ops, {breaks} graph breaks"
-    return "device", ""
+        return _Attempt("wrong", [problem])
+    if breaks := counters["graph_break"]:
+        return _Attempt("host", [f"graph break: {_first_line(text)}" for text in breaks])
+    if not plans:
+        return _Attempt("host", ["nothing was captured"])
+    unable = [op for plan in plans for op in plan.host_ops if op.is_inability]
+    if unable:
+        details = [f"{op.op}: {_first_line(op.reason)}" for op in unable]
+        return _Attempt("host", details, is_clear=True)
+    return _Attempt("device", is_clear=True)
 
 
-def _run(function: Callable[..., Any], sample: Any, backward: bool) -> list[Any]:
-    """Give the tensors of the result, and of the gradients of the inputs."""
+def _run(function: Callable[..., Any], samples: Sequence[Any], backward: bool) -> list[Any]:
+    """Give the tensors of the results, and of the gradients of the inputs."""
     torch.manual_seed(1)
-    fresh = pytree.tree_map_only(torch.Tensor, _copied, (sample.input, sample.args, sample.kwargs))
-    value, args, kwargs = fresh
+    calls = [(s.input, s.args, s.kwargs) for s in samples]
+    fresh = pytree.tree_map_only(torch.Tensor, _copied, calls)
     with torch.set_grad_enabled(backward):
-        results = _tensors(function(value, *args, **kwargs))
+        results = _tensors(function(fresh))
     roots = [r for r in results if backward and r.requires_grad]
     if roots:
         generator = torch.Generator().manual_seed(2)
@@ -134,5 +172,8 @@ def _difference(actual: list[Any], expected: list[Any]) -> str:
 
 
 def _line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:400]
+    return f"{type(error).__name__}: {_first_line(str(error))}"[:400]
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
