@@ -15,8 +15,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from lowering.dtypes import DTYPES
+from npu_iree.cli.pattern import Filter
 from npu_iree.conformance import report
-from npu_iree.conformance.cases import cases
+from npu_iree.conformance.cases import EVERYTHING, cases
 from npu_iree.conformance.judge import OUTCOMES, Verdict
 from npu_iree.conformance.run import read_journal, run_cases
 from npu_iree.errors import NpuIreeError, OptionError
@@ -31,9 +32,7 @@ F32 = ["f32"]
 def ops(
     target: Annotated[str, typer.Option(help="an installed target")] = "npu-local",
     dtype: Annotated[list[str], typer.Option(help=f"one of {', '.join(DTYPES)}")] = F32,
-    filter_: Annotated[
-        str, typer.Option("--filter", metavar="RE", help="only names that hold this")
-    ] = "",
+    filter_: Filter = EVERYTHING,
     samples: Annotated[str, typer.Option(help="sample inputs of an entry, or all")] = "4",
     jobs: Annotated[int, typer.Option("-j", "--jobs", min=1, help="processes")] = 2,
     limit: Annotated[float, typer.Option(help="seconds that a case may take")] = 120.0,

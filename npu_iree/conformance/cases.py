@@ -37,6 +37,7 @@ class Case:
 
 # Their results are whatever was in memory, or are no tensors' values: there is nothing to compare.
 VALUELESS = re.compile(r"(new_)?empty(_like|_strided|_permuted)?")
+EVERYTHING = re.compile("")
 # Entries that cannot be tried in any backend, and why; checked to be there.
 SKIPPED: dict[str, str] = {}
 
@@ -56,7 +57,7 @@ def database() -> Sequence[Any]:
 def cases(
     dtypes: Sequence[str],
     *,
-    pattern: str = "",
+    pattern: re.Pattern[str] = EVERYTHING,
     samples: int = 4,
     backward: Sequence[str] = ("f32",),
 ) -> Iterator[Case]:
@@ -73,6 +74,6 @@ def cases(
             name = f"{info.name}.{info.variant_test_name}".rstrip(".")
             if name in SKIPPED or VALUELESS.fullmatch(info.name):
                 continue
-            if re.search(pattern, name) and info.supports_dtype(DTYPES[dtype], "cpu"):
+            if pattern.search(name) and info.supports_dtype(DTYPES[dtype], "cpu"):
                 trains = dtype in backward and info.supports_autograd
                 yield Case(name, position, dtype, samples, trains)
