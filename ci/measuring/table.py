@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 
+from lowering.capabilities import Capabilities
 from lowering.dtypes import DTYPES
 from measuring.single_op import EMPTY, NAN, PLAIN, SCALAR
-from measuring.verdict import RIGHT
+from measuring.verdict import NOT_LOWERED, RIGHT
 
 PACKAGES = ("torch", "torch-mlir", "iree-base-compiler", "iree-base-runtime")
 # If a call on several dtypes fails, the op is not listed for the last of them in this order.
@@ -146,6 +147,20 @@ class Measured:
         ):
             return ""
         return f"{KINDS[row.kind]}: {row.reason}"
+
+
+def disagreement(row: Row, table: Capabilities) -> str:
+    """Say in what a call that was tried is not as the table says; empty if it is."""
+    if row.op not in table.ops and row.op not in table.host:
+        return "the table does not have it"
+    if row.is_right:
+        is_new = table.host.get(row.op) == NOT_LOWERED
+        return f"it runs right, the table says {NOT_LOWERED!r}" if is_new else ""
+    is_claimed = set(row.dtypes) <= table.ops.get(row.op, frozenset())
+    is_known = any(re.search(pattern, f"{row.key}: {row.reason}") for pattern in KNOWN)
+    if is_claimed and row.kind == PLAIN and not is_known:
+        return f"the table says that it runs; {row.reason}"
+    return ""
 
 
 def table_text(rows: Iterable[Row]) -> str:
