@@ -34,6 +34,8 @@ def convolution(
     """
     if transposed or not all(isinstance(s, int) for s in (*x.shape, *weight.shape)):
         return _UNCHANGED
+    rank = x.dim() - 2
+    stride, padding, dilation = (_of_each(v, rank) for v in (stride, padding, dilation))
     pads, left = [], list(padding)
     for i, size in enumerate(x.shape[2:]):
         window = dilation[i] * (weight.shape[2 + i] - 1) + 1
@@ -48,6 +50,11 @@ def convolution(
     return aten.convolution.default(
         padded, weight, bias, stride, left, dilation, transposed, output_padding, groups
     )
+
+
+def _of_each(values: Sequence[int], rank: int) -> Sequence[int]:
+    """Give one value a dimension; PyTorch takes a single one for all."""
+    return list(values) * rank if len(values) == 1 else values
 
 
 DECOMPOSITIONS = {aten.convolution.default: convolution}

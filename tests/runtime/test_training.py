@@ -93,6 +93,15 @@ def test_a_convolution_that_does_not_read_the_end_of_its_input(
     assert counts["healed_ops"] == 0
 
 
+def test_a_convolution_with_one_amount_for_all_dimensions() -> None:
+    x, weight = torch.randn(1, 3, 2, 3, 2), torch.randn(4, 3, 2, 2, 2)
+
+    def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.conv3d(x, weight, padding="valid")
+
+    assert_same(torch.compile(function, backend="npu_iree")(x, weight), function(x, weight))
+
+
 @pytest.mark.parametrize("amounts", [(1, -1), (-1, 1), (0, -1, 2, -3), (-1, 0), (3, -2, -1, 4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
 def test_a_pad_that_takes_away(amounts: tuple[int, ...], dtype: torch.dtype) -> None:
