@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from lowering.empty import make_empty_values
 from lowering.errors import InternalError
 
 # Tensor constants up to this many elements stay in the IR, where the compiler can fold them.
@@ -88,6 +89,7 @@ def normalize(graph_module: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
         InternalError: the graph calls modules or methods.
     """
     _share_sizes(graph_module.graph)
+    make_empty_values(graph_module.graph)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
     constants: dict[fx.Node, torch.Tensor] = {}

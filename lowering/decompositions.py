@@ -10,6 +10,7 @@ import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
 
 from lowering import attention, batch_norm, convolution, exact
+from lowering.scalars import with_scalars
 from lowering.views import view
 
 aten = torch.ops.aten
@@ -83,7 +84,8 @@ def _default_table() -> dict[OpOverload, Callable[..., Any]]:
         **convolution.DECOMPOSITIONS,
         **exact.DECOMPOSITIONS,
     }
-    return {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS), **ours}
+    table = {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS), **ours}
+    return {**table, **with_scalars(table)}
 
 
 def decomposition_table(

@@ -35,6 +35,9 @@ class Case:
         return f"{self.name}[{self.dtype}]"
 
 
+# Which of equal elements the indices of these point at is open, as their documentation says: they
+# are compared by what they point at. All take (x, k, dim=-1) and give (values, indices).
+OPEN_TIES = frozenset({"topk"})
 # Their results are whatever was in memory, or are no tensors' values: there is nothing to compare.
 VALUELESS = re.compile(r"(new_)?empty(_like|_strided|_permuted)?")
 EVERYTHING = re.compile("")
