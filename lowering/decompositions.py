@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
 
-from lowering import attention, batch_norm, convolution, exact
+from lowering import attention, batch_norm, convolution, exact, pooling
 from lowering.scalars import with_scalars
 from lowering.views import view
 
@@ -83,6 +83,7 @@ def _default_table() -> dict[OpOverload, Callable[..., Any]]:
         **batch_norm.DECOMPOSITIONS,
         **convolution.DECOMPOSITIONS,
         **exact.DECOMPOSITIONS,
+        **pooling.DECOMPOSITIONS,
     }
     table = {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS), **ours}
     return {**table, **with_scalars(table)}
