@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lowering.capture import CapturedGraph, capture_aot
-from lowering.decompositions import decomposition_table
 from npu_iree import bundles
+from npu_iree.aot import aot_backend
 from npu_iree.cause import Cause
 from npu_iree.device import open_device
 from npu_iree.errors import NotCompiledError, OptionError
@@ -65,14 +64,8 @@ def npu_iree(
     check_versions("torch", *compilers, "iree-base-runtime")
     source = _Source.of(graph_module, example_inputs)
     compile_aot = functools.partial(_compile_aot, parsed, source)
-    backend = aot_autograd(
-        fw_compiler=functools.partial(compile_aot, kind="forward"),
-        bw_compiler=functools.partial(compile_aot, kind="backward"),
-        inference_compiler=functools.partial(compile_aot, kind="inference"),
-        decompositions=decomposition_table(
-            parsed.keep_ops | parsed.target_value.compile.keep_ops, parsed.decompositions
-        ),
-    )
+    kinds = ("forward", "backward", "inference")
+    backend = aot_backend(parsed, *(functools.partial(compile_aot, kind=kind) for kind in kinds))
     compiled: Callable[..., Any] = backend(graph_module, example_inputs)
     return compiled
 
@@ -171,8 +164,7 @@ def _compile_aot(
             if options.compile != "eager":
                 raise
             log.warning("a graph runs on PyTorch's CPU kernels, as compile='eager' says: %s", error)
-            captured.graph_module.recompile()
-            runner = captured.graph_module
+            runner = captured.run_eagerly
 
     def run(args: list[Any]) -> list[Any]:
         results = list(runner(*args))
