@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import detect_fake_mode
 
 from lowering.errors import InternalError
+from lowering.nodes import view_root
 from lowering.randomness import read_sizes_only
 
 # Tensor constants up to this many elements stay in the IR, where the compiler can fold them.
@@ -95,6 +98,7 @@ def capture_aot(
         InternalError: the graph calls modules or methods, which AOTAutograd never leaves.
     """
     written = _take_writes(graph_module.graph)
+    _view_inputs_apart(graph_module.graph, written)
     constants = normalize(graph_module)
     inputs = tuple(graph_module.graph.find_nodes(op="placeholder"))
     for node, name in zip(inputs, names, strict=False):
@@ -123,6 +127,33 @@ def _take_writes(graph: fx.Graph) -> tuple[fx.Node, ...]:
     return tuple(target for target, _ in writes)
 
 
+def _view_inputs_apart(graph: fx.Graph, written: Collection[fx.Node]) -> None:
+    """Give each result that is a view of an input a view of its own, which nothing else reads.
+
+    Such a view is made on the host, and shares the input's memory and version: autograd saves it
+    for the backward pass, and looks whether somebody has written to it.
+
+    Before: %1 = permute(%x, [1, 0]); %2 = mm(%y, %1); return [%2, %1]
+    After:  %1 = permute(%x, [1, 0]); %2 = mm(%y, %1); %3 = permute(%x, [1, 0]); return [%2, %3]
+    """
+    output = graph.output_node()
+    for result in output.all_input_nodes:
+        root = view_root(result)
+        if root is not result and root.op == "placeholder" and root not in written:
+            with graph.inserting_before(output):
+                output.replace_input_with(result, _view_again(graph, result, root))
+
+
+def _view_again(graph: fx.Graph, node: fx.Node, root: fx.Node) -> fx.Node:
+    """Copy the views that lead from a node to a view of it."""
+    if node is root:
+        return root
+    base = node.args[0]
+    assert isinstance(base, fx.Node)
+    again = _view_again(graph, base, root)
+    return graph.node_copy(node, lambda n: again if n is base else n)
+
+
 def normalize(graph_module: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
     """Bring a functional graph, in place, into the one form that the rest of the house reads.
 
@@ -140,6 +171,8 @@ def normalize(graph_module: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
     for node in graph_module.graph.nodes:
         if node.op in ("call_module", "call_method"):
             raise InternalError(f"a functional graph has no {node.op}: {node.format_node()}")
+        if node.op == "call_function" and "val" not in node.meta:
+            node.meta["val"] = _fake_result(node)
         node.target = _CANONICAL.get(node.target, node.target)
         if str(node.target).rpartition(".")[0] in _FROM_THE_END and node.args[1] < 0:
             node.update_arg(1, node.args[1] + max(1, node.meta["val"].dim()))
@@ -164,6 +197,14 @@ def _share_sizes(graph: fx.Graph) -> None:
             first = known.setdefault(str(value.node.expr), node)
             if first is not node and node.op == "call_function":
                 node.replace_all_uses_with(first)
+
+
+def _fake_result(node: fx.Node) -> Any:
+    """Say what a node gives: AOTAutograd's partitioner makes some and leaves it out."""
+    target: Any = node.target
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    with detect_fake_mode(args) or contextlib.nullcontext():
+        return target(*args, **kwargs)
 
 
 def _outputs(graph: fx.Graph) -> tuple[object, ...]:

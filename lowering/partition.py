@@ -117,7 +117,7 @@ def why_host(
 
 
 def _views_between_results(captured: CapturedGraph) -> list[fx.Node]:
-    """Give the views that make one result share memory with another, as eager's do.
+    """Give the views that make one result share memory with another or an input, as eager's do.
 
     Only those that lead to nothing but results: what else reads a view has it on the device.
     """
@@ -126,7 +126,9 @@ def _views_between_results(captured: CapturedGraph) -> list[fx.Node]:
     found: list[fx.Node] = []
     for node in reversed(captured.nodes):
         root = view_root(node)
-        if root is node or shared[root] < 2 or root in captured.inputs:
+        if root is node or root in captured.written:
+            continue
+        if shared[root] < 2 and root not in captured.inputs:
             continue
         if all(user.op == "output" or user in found for user in node.users):
             found.append(node)

@@ -33,6 +33,9 @@ from npu_iree.versions import check_versions
 
 log = logging.getLogger(__name__)
 _GRAPH_NUMBERS = itertools.count()
+# What AOTAutograd says of an argument such as `x.expand(3, 4)` that the graph writes to in part: it
+# would write all of it. Eager writes to the part, or refuses, too, to write to all.
+_SHARED_MEMORY = "refers to a single memory location"
 
 
 def npu_iree(
@@ -66,7 +69,13 @@ def npu_iree(
     compile_aot = functools.partial(_compile_aot, parsed, source)
     kinds = ("forward", "backward", "inference")
     backend = aot_backend(parsed, *(functools.partial(compile_aot, kind=kind) for kind in kinds))
-    compiled: Callable[..., Any] = backend(graph_module, example_inputs)
+    try:
+        compiled: Callable[..., Any] = backend(graph_module, example_inputs)
+    except RuntimeError as error:
+        if _SHARED_MEMORY not in str(error) or parsed.fallback == "error":
+            raise
+        log.warning("a graph runs in eager, since it writes to an expanded tensor: %s", error)
+        return graph_module
     return compiled
 
 
