@@ -20,6 +20,7 @@ from npu_iree.workers import compile_service
 
 Op = torch._ops.OpOverload | torch._ops.OpOverloadPacket | str
 
+_CALLS_NOTHING = "func.func @main(%x: tensor<1xf32>) -> tensor<1xf32> { return %x : tensor<1xf32> }"
 _KERNELS: dict[str, Kernel] = {}
 
 
@@ -36,8 +37,7 @@ def register_kernel(op: Op, mlir: str) -> None:
         mlir: a module. Each public `func.func` is the op for the types that it takes: tensors with
             `?` for sizes that may be anything, and an `i64`, `f64` or `i1` for each Python number,
             in the order of the op's schema. A call takes the first that fits; where none does, it
-            runs on the host. Private functions are theirs to call. Integers have no sign, and a
-            body is one block.
+            runs on the host. Private functions are theirs to call. Integers have no sign.
 
     Raises:
         KernelError: there is no such op, it has no fake kernel, it takes or gives what no kernel
@@ -87,8 +87,9 @@ def _check_text(kernel: Kernel) -> None:
     """Let the compiler read a kernel; a machine that only runs has none, and needs none."""
     if package_version("iree-base-compiler") == "not installed":
         return
-    options = CompileOptions(flags=NPU_LOCAL.compile.flag_sets[-1])
+    flags = NPU_LOCAL.compile.flag_sets[-1]
+    options = CompileOptions(flags=flags, kernels={kernel.op: kernel.text})
     try:
-        compile_service().run("linalg-to-flow", kernel.text, options, Limits())
+        compile_service().run("linalg-to-flow", _CALLS_NOTHING, options, Limits())
     except StageError as error:
         raise KernelError(f"the kernel of {kernel.op} is no MLIR: {error.diagnostics}") from error

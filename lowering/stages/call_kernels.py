@@ -41,6 +41,8 @@ def call_kernels(module: Any, texts: Mapping[str, str]) -> None:
 def link_kernels(session: Any, module: Any, texts: Mapping[str, str]) -> None:
     """Put the functions of kernels in the place of their declarations, and inline them.
 
+    Where one has branches, the compiler inlines later: until then, an entry point is one block.
+
     Args:
         session: of the compiler, whose context is entered; it parses.
         module: in linalg; declares what it calls.
@@ -62,7 +64,8 @@ def link_kernels(session: Any, module: Any, texts: Mapping[str, str]) -> None:
             function.attributes["sym_visibility"] = ir.StringAttr.get("private")
             function.operation.detach_from_parent()
             module.body.append(function)
-    if texts:
+    functions = [op for op in module.body.operations if op.operation.name == "func.func"]
+    if texts and all(len(function.regions[0].blocks) == 1 for function in functions):
         PassManager.parse("builtin.module(inline,symbol-dce)").run(module.operation)
 
 
