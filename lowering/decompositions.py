@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
 
-from lowering import attention, batch_norm, convolution, exact, pooling
+from lowering import attention, batch_norm, convolution, exact, pooling, randomness
 from lowering.scalars import with_scalars
 from lowering.views import view
 
@@ -60,6 +60,9 @@ KEPT_OPS = frozenset(
     }
 )
 
+# Their decompositions draw uniform numbers where eager's kernels draw others.
+EAGERS_RANDOM_OPS = frozenset({"aten.bernoulli.default"})
+
 
 def op_name(target: object) -> str:
     """Return the name we give an op everywhere, e.g. `aten.add.Tensor`."""
@@ -84,23 +87,25 @@ def _default_table() -> dict[OpOverload, Callable[..., Any]]:
         **convolution.DECOMPOSITIONS,
         **exact.DECOMPOSITIONS,
         **pooling.DECOMPOSITIONS,
+        **randomness.DECOMPOSITIONS,
     }
     table = {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS), **ours}
     return {**table, **with_scalars(table)}
 
 
 def decomposition_table(
-    keep_ops: Iterable[str] = (), user: DecompositionTable | None = None
+    keep_ops: Iterable[str] = (), user: DecompositionTable | None = None, rng: str = "default"
 ) -> dict[OpOverload, Callable[..., Any]]:
     """Build the table that AOTAutograd decomposes with.
 
     Args:
         keep_ops: ops to leave whole, by `aten.name.overload`, `aten.name` or `name`.
         user: decompositions of the user's own; they win over ours and over `keep_ops`.
+        rng: `host` leaves random ops whole where their pieces draw other numbers than eager.
 
     Returns:
         op overload -> a function on tensors that computes the same.
     """
-    keep = {*KEPT_OPS, *keep_ops}
+    keep = {*KEPT_OPS, *keep_ops, *(EAGERS_RANDOM_OPS if rng == "host" else ())}
     table = {op: fn for op, fn in _default_table().items() if not matches(str(op), keep)}
     return {**table, **(user or {})}

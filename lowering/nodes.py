@@ -102,6 +102,15 @@ def draws_random_numbers(node: fx.Node) -> bool:
     return isinstance(target, torch._ops.OpOverload) and seeded in target.tags
 
 
+def has_effect(node: fx.Node) -> bool:
+    """Say whether a node must keep its place among others of its kind.
+
+    A higher-order op may draw random numbers in its body, or restore a generator's state.
+    """
+    is_higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
+    return is_higher_order or draws_random_numbers(node) or bool(node.is_impure())
+
+
 def is_subgraph(node: fx.Node) -> bool:
     """Say whether a node is the body of a higher-order op, e.g. a branch of `torch.cond`."""
     return node.op == "get_attr" and "val" not in node.meta

@@ -17,7 +17,7 @@ from typing import TypeAlias, TypeVar
 
 from torch import fx
 
-from lowering.nodes import draws_random_numbers, is_number, is_subgraph
+from lowering.nodes import has_effect, is_number, is_subgraph
 
 DEVICE, HOST = "device", "host"
 
@@ -104,7 +104,7 @@ def _dependencies(
                 found[parent] = None
             elif parent.op == "call_function":
                 stack += parent.all_input_nodes
-        if draws_random_numbers(node) or node.is_impure():
+        if has_effect(node):
             if last_effect is not None:
                 found[last_effect] = None
             last_effect = node

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lowering.capture import CapturedGraph, capture_aot
-from lowering.decompositions import decomposition_table
 from npu_iree import bundles
+from npu_iree.aot import aot_backend
 from npu_iree.cause import Cause
 from npu_iree.device import open_device
 from npu_iree.errors import NotCompiledError, OptionError
@@ -34,6 +33,9 @@ from npu_iree.versions import check_versions
 
 log = logging.getLogger(__name__)
 _GRAPH_NUMBERS = itertools.count()
+# What AOTAutograd says of an argument such as `x.expand(3, 4)` that the graph writes to in part: it
+# would write all of it. Eager writes to the part, or refuses, too, to write to all.
+_SHARED_MEMORY = "refers to a single memory location"
 
 
 def npu_iree(
@@ -65,15 +67,15 @@ def npu_iree(
     check_versions("torch", *compilers, "iree-base-runtime")
     source = _Source.of(graph_module, example_inputs)
     compile_aot = functools.partial(_compile_aot, parsed, source)
-    backend = aot_autograd(
-        fw_compiler=functools.partial(compile_aot, kind="forward"),
-        bw_compiler=functools.partial(compile_aot, kind="backward"),
-        inference_compiler=functools.partial(compile_aot, kind="inference"),
-        decompositions=decomposition_table(
-            parsed.keep_ops | parsed.target_value.compile.keep_ops, parsed.decompositions
-        ),
-    )
-    compiled: Callable[..., Any] = backend(graph_module, example_inputs)
+    kinds = ("forward", "backward", "inference")
+    backend = aot_backend(parsed, *(functools.partial(compile_aot, kind=kind) for kind in kinds))
+    try:
+        compiled: Callable[..., Any] = backend(graph_module, example_inputs)
+    except RuntimeError as error:
+        if _SHARED_MEMORY not in str(error) or parsed.fallback == "error":
+            raise
+        log.warning("a graph runs in eager, since it writes to an expanded tensor: %s", error)
+        return graph_module
     return compiled
 
 
@@ -171,8 +173,7 @@ def _compile_aot(
             if options.compile != "eager":
                 raise
             log.warning("a graph runs on PyTorch's CPU kernels, as compile='eager' says: %s", error)
-            captured.graph_module.recompile()
-            runner = captured.graph_module
+            runner = captured.run_eagerly
 
     def run(args: list[Any]) -> list[Any]:
         results = list(runner(*args))

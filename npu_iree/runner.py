@@ -11,11 +11,11 @@ from torch import fx
 
 from lowering.abi import ENTRY
 from lowering.host import extract_host
-from lowering.plan import Free, Gather, Host, Invoke, Plan, Put, Scalar, Step, Value
+from lowering.plan import Free, Gather, Host, Invoke, Plan, Put, Scalar, Step, Value, Write
 from lowering.signature import TensorSpec
 from lowering.source import user_line
 from npu_iree.array import DeviceArray
-from npu_iree.border import Crossing, fetch, put_in_place
+from npu_iree.border import Crossing, fetch, put_in_place, write_back
 from npu_iree.device import Device
 from npu_iree.errors import DeviceError, InternalError
 from npu_iree.executable import Executable
@@ -63,6 +63,7 @@ class Runner:
         self._device = device
         self._index = {name: i for i, name in enumerate(_names(plan))}
         self._crossings = self._find_crossings()
+        self._targets = self._find_targets()
         self._steps = [self._prepare(step) for step in plan.steps]
         self._constants = [(self._index[n], constants[n]) for n in plan.constants]
         self._weights = Weights(plan, device, executables, constants)
@@ -109,6 +110,17 @@ class Runner:
                     found[node.name] = Crossing.of(node.name, spec.order, user_line(node).where)
         return found
 
+    def _find_targets(self) -> dict[str, int]:
+        """Find the values that are written to arguments which regions are given."""
+        given = {r.inputs[i].name for r in self.plan.regions.values() for i in r.given}
+        pairs = [
+            pair
+            for step in self.plan.steps
+            if isinstance(step, Write)
+            for pair in zip(step.inputs, step.values, strict=True)
+        ]
+        return {value: self._index[name] for name, value in pairs if name in given}
+
     def _prepare(self, step: Step) -> _RunStep:
         match step:
             case Put(values):
@@ -121,18 +133,21 @@ class Runner:
                 return self._host_step(segment, inputs, outputs)
             case Scalar(output, _):
                 return self._scalar_step(self.plan.scalars[output])
+            case Write(inputs, values):
+                return self._write_step(inputs, values)
             case Free(values):
                 return self._free_step([self._index[v] for v in values])
 
     def _put_step(self, values: Sequence[str]) -> _RunStep:
         device = self._device
-        crossings = [(self._index[v], self._crossings[v]) for v in values]
+        given = set(self._targets.values())
+        crossings = [(i, self._crossings[v], i in given) for v in values for i in [self._index[v]]]
 
         def run(environment: _Environment) -> None:
             host, handles, imported = environment
-            for i, crossing in crossings:
+            for i, crossing, is_given in crossings:
                 if handles[i] is None:
-                    handles[i] = put_in_place(device, host[i], crossing, imported)
+                    handles[i] = put_in_place(device, host[i], crossing, imported, is_given)
 
         return run
 
@@ -157,11 +172,13 @@ class Runner:
         device = self._device
         crossings = [self._crossings[v] for v in values]
         indices = [self._index[v] for v in values]
+        targets = [self._targets.get(v) for v in values]
 
         def run(environment: _Environment) -> None:
             host, handles, imported = environment
             arrays: list[Any] = [handles[i] for i in indices]
-            tensors = fetch(device, arrays, crossings, reader, imported)
+            places = [None if i is None else host[i] for i in targets]
+            tensors = fetch(device, arrays, crossings, reader, imported, targets=places)
             for i, tensor in zip(indices, tensors, strict=True):
                 host[i] = tensor
 
@@ -202,6 +219,18 @@ class Runner:
 
         return run
 
+    def _write_step(self, inputs: Sequence[str], values: Sequence[str]) -> _RunStep:
+        device = self._device
+        targets, sources = ([self._index[n] for n in names] for names in (inputs, values))
+
+        def run(environment: _Environment) -> None:
+            host = environment.host
+            if any(host[i] is None for i in targets):
+                raise InternalError("the graph writes to an argument that came as a handle")
+            write_back(device, [host[i] for i in targets], [host[i] for i in sources], values)
+
+        return run
+
     def _free_step(self, indices: Sequence[int]) -> _RunStep:
         def run(environment: _Environment) -> None:
             host, handles, _ = environment
@@ -233,4 +262,6 @@ def _names(plan: Plan) -> Sequence[str]:
                 names.update(dict.fromkeys((*inputs, *outputs)))
             case Scalar(output, inputs):
                 names.update(dict.fromkeys((*inputs, output)))
+            case Write(inputs, values):
+                names.update(dict.fromkeys((*inputs, *values)))
     return list(names)

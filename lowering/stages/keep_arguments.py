@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 # Ops whose result is (part of) the memory of their first operand.
@@ -11,7 +12,7 @@ _VIEWS = frozenset(
 _READS = frozenset({"tensor.concat", "tensor.dim", "tensor.extract", "tensor.pad", "func.return"})
 
 
-def keep_arguments(function: Any) -> None:
+def keep_arguments(function: Any, given: Collection[int] = ()) -> None:
     """Return arguments that an op would overwrite, so that IREE copies them first.
 
     IREE takes an imported buffer that is not read any more for scratch, although the caller has
@@ -20,11 +21,16 @@ def keep_arguments(function: Any) -> None:
 
     Before: func.func @main(%arg0) { %0 = tm_tensor.sort outs(%arg0); return %0 }
     After:  func.func @main(%arg0) { %0 = tm_tensor.sort outs(%arg0); return %0, %arg0 }
+
+    Args:
+        function: an entry point.
+        given: the positions of the arguments that the caller does give away.
     """
     from iree.compiler import ir
 
     block = function.regions[0].blocks[0]
-    tensors = [a for a in block.arguments if str(a.type).startswith("tensor<")]
+    own = [a for i, a in enumerate(block.arguments) if i not in given]
+    tensors = [a for a in own if str(a.type).startswith("tensor<")]
     kept = [argument for argument in tensors if _is_overwritten(argument)]
     if not kept:
         return
