@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
 from lowering.dtypes import DTYPES
-from npu_iree.conformance.cases import OPEN_TIES, Case, database
+from npu_iree.conformance.cases import LOOSER, OPEN_TIES, Case, database
 from npu_iree.conformance.pool import Progress
 from npu_iree.report import recorded_plans
 from npu_iree.tolerances import tolerance
@@ -110,13 +110,15 @@ def _try(case: Case, samples: Sequence[Any], target: str) -> _Attempt:
     expected = _run(case, function, samples)
     torch._dynamo.reset()
     counters.clear()
-    compiled = torch.compile(function, backend="npu_iree", options={"target": target})
+    compiled = torch.compile(
+        function, backend="npu_iree", options={"target": target, "rng": "host"}
+    )
     try:
         with recorded_plans() as plans:
             actual = _run(case, compiled, samples)
     except Exception as error:  # a case may fail in any way; the next one must not notice
         return _Attempt("error", [_line(error)])
-    if problem := _difference(actual, expected):
+    if problem := _difference(actual, expected, LOOSER.get(case.name, 1)):
         return _Attempt("wrong", [problem])
     if breaks := counters["graph_break"]:
         return _Attempt("host", [f"graph break: {_first_line(text)}" for text in breaks])
@@ -165,8 +167,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _difference(actual: list[Any], expected: list[Any]) -> str:
-    """Say how results differ from eager's; empty if they do not."""
+def _difference(actual: list[Any], expected: list[Any], looser: int) -> str:
+    """Say how results differ from eager's by more than the tolerance; empty if they do not."""
     if len(actual) != len(expected):
         return f"{len(actual)} results, eager has {len(expected)}"
     for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
@@ -176,7 +178,9 @@ def _difference(actual: list[Any], expected: list[Any]) -> str:
             continue
         rtol, atol = tolerance(other.dtype)
         try:
-            torch.testing.assert_close(one, other, rtol=rtol, atol=atol, equal_nan=True)
+            torch.testing.assert_close(
+                one, other, rtol=rtol * looser, atol=atol * looser, equal_nan=True
+            )
         except AssertionError as error:
             return f"result {i} of {list(other.shape)}: {_line(error)} {str(error)[-300:]}"
     return ""
