@@ -158,6 +158,36 @@ def min_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
     return torch.amin(x, dim, keepdim), torch.argmin(x, dim, keepdim)
 
 
+def var(
+    x: torch.Tensor,
+    dim: list[int] | None = None,
+    *,
+    correction: Number | None = None,
+    keepdim: bool = False,
+) -> Any:
+    """Decompose `aten.var` of fewer elements than the correction: it divides by zero, not less."""
+    dims = list(dim or range(x.dim()))
+    count = math.prod(x.shape[d] for d in dims) if x.dim() else 1
+    if not isinstance(count, int) or count >= (1 if correction is None else correction):
+        return _UNCHANGED
+    squares = torch.square(x - torch.sum(x, dims, True) / count) if count else x
+    return torch.sum(squares, dims, keepdim) / torch.zeros((), dtype=x.dtype, device=x.device)
+
+
+def var_mean(
+    x: torch.Tensor,
+    dim: list[int] | None = None,
+    *,
+    correction: Number | None = None,
+    keepdim: bool = False,
+) -> Any:
+    """Decompose `aten.var_mean` where `var` is."""
+    spread = var(x, dim, correction=correction, keepdim=keepdim)
+    if spread is _UNCHANGED:
+        return _UNCHANGED
+    return spread, torch.mean(x, list(dim or range(x.dim())), keepdim)
+
+
 def scatter_mean(
     x: torch.Tensor,
     dim: int,
@@ -209,6 +239,8 @@ DECOMPOSITIONS = {
     aten.scatter_reduce.two: scatter_mean,
     aten.sum.default: total,
     aten.sum.dim_IntList: total_dim,
+    aten.var.correction: var,
+    aten.var_mean.correction: var_mean,
 }
 
 

@@ -30,6 +30,10 @@ STANDARD = {
 SAME = {"prims.collapse.default": "aten.view.default"}
 
 
+# Right, but in quadratic time: ops -> the length of rows from which PyTorch's kernels are better.
+SLOW = {("aten.sort.default", "aten.topk.default"): 1024}
+
+
 # Right on the values that were tried, wrong on others that matter.
 OVERRULED = {
     "aten.atan2.default": "gives NaN for two zeros",
@@ -177,7 +181,7 @@ def table_text(rows: Iterable[Row]) -> str:
     host = {op.name: OVERRULED.get(op.name, op.reason) for op in ops if op.name not in listed}
     lines += ["\n[ops]", *(f'"{name}" = {json.dumps(dtypes)}' for name, dtypes in listed.items())]
     lines += ["\n[host]", *(f'"{name}" = {_quoted(reason)}' for name, reason in host.items())]
-    lines += _limits(ops)
+    lines += [*_limits(ops), *_slow()]
     return "\n".join(lines) + "\n"
 
 
@@ -210,6 +214,12 @@ def _limits(ops: Iterable[Measured]) -> Iterator[str]:
             cut[kind_and_reason].append(op.name)
     for (kind, reason), names in sorted(cut.items()):
         yield f"\n[[limits]]\nops = {json.dumps(names)}\n{kind} = true\nreason = {_quoted(reason)}"
+
+
+def _slow() -> Iterator[str]:
+    for names, length in SLOW.items():
+        ops, reason = json.dumps(list(names)), f"IREE takes quadratic time for rows over {length}"
+        yield f"\n[[limits]]\nops = {ops}\nlonger_than = {length}\nreason = {_quoted(reason)}"
 
 
 def _quoted(text: str) -> str:

@@ -36,15 +36,18 @@ class Case:
 
 
 # Which of equal elements the indices of these point at is open, as their documentation says: they
-# are compared by what they point at. All take (x, k, dim=-1) and give (values, indices).
-OPEN_TIES = frozenset({"topk"})
+# are compared by what they point at. Name -> the place of the dimension among the arguments.
+OPEN_TIES = {"argsort": 0, "sort": 0, "topk": 1}
 # Entries whose gradients are sums of terms that cancel: how many times the tolerance they have.
 LOOSER = {"nn.functional.scaled_dot_product_attention": 4}
 # Their results are whatever was in memory, or are no tensors' values: there is nothing to compare.
 VALUELESS = re.compile(r"(new_)?empty(_like|_strided|_permuted)?")
 EVERYTHING = re.compile("")
-# Entries that cannot be tried in any backend, and why; checked to be there.
-SKIPPED: dict[str, str] = {}
+# Cases that no backend can be right in, and why.
+SKIPPED: dict[str, str] = dict.fromkeys(
+    ("_batch_norm_with_update[bf16]", "_batch_norm_with_update[f16]"),
+    "PyTorch's fake kernel says f32 of statistics that its CPU kernel gives in halves",
+)
 
 
 @cache
@@ -84,8 +87,9 @@ def cases(
     for dtype in dtypes:
         for position, info in enumerate(database()):
             name = f"{info.name}.{info.variant_test_name}".rstrip(".")
-            if name in SKIPPED or VALUELESS.fullmatch(info.name):
+            if VALUELESS.fullmatch(info.name) or not pattern.search(name):
                 continue
-            if pattern.search(name) and info.supports_dtype(DTYPES[dtype], "cpu"):
-                trains = dtype in backward and info.supports_autograd
-                yield Case(name, position, dtype, samples, trains)
+            trains = dtype in backward and info.supports_autograd
+            case = Case(name, position, dtype, samples, trains)
+            if case.key not in SKIPPED and info.supports_dtype(DTYPES[dtype], "cpu"):
+                yield case
