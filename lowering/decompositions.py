@@ -10,6 +10,7 @@ import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
 
 from lowering import attention, batch_norm, convolution, exact, pooling, randomness
+from lowering.halves import with_halves
 from lowering.scalars import with_scalars
 from lowering.views import view
 
@@ -90,7 +91,8 @@ def _default_table() -> dict[OpOverload, Callable[..., Any]]:
         **randomness.DECOMPOSITIONS,
     }
     table = {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS), **ours}
-    return {**table, **with_scalars(table)}
+    table |= with_scalars(table)
+    return {**table, **with_halves(table)}
 
 
 def decomposition_table(

@@ -116,6 +116,11 @@ def gelu(x: torch.Tensor, *, approximate: str = "none") -> Any:
     return 0.5 * x * (1 + torch.tanh(inner))
 
 
+def ldexp(x: torch.Tensor, exponent: torch.Tensor) -> Any:
+    """Decompose `aten.ldexp`: a product with a power, which torch-mlir computes in halves."""
+    return x * torch.pow(2.0, exponent)
+
+
 def pad(x: torch.Tensor, amounts: Sequence[int], value: Number = 0) -> Any:
     """Decompose `aten.constant_pad_nd` that takes away: torch-mlir takes the wrong side."""
     if not any(isinstance(n, int) and n < 0 for n in amounts):
@@ -225,6 +230,7 @@ DECOMPOSITIONS = {
     aten.floor_divide.default: floor_divide,
     aten.gelu.default: gelu,
     aten.hardtanh.default: hardtanh,
+    aten.ldexp.Tensor: ldexp,
     aten.logspace.Scalar_Tensor: logspace,
     aten.logspace.Tensor_Scalar: logspace,
     aten.logspace.Tensor_Tensor: logspace,
