@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
 
-from lowering import attention, batch_norm, convolution, exact, randomness
-from lowering.views import view
+from lowering import attention, batch_norm, convolution, exact, indexing, randomness
+from lowering.views import split_with_sizes, view
 
 aten = torch.ops.aten
 OpOverload = torch._ops.OpOverload
@@ -80,11 +80,13 @@ def matches(op: str, patterns: Iterable[str]) -> bool:
 @cache
 def _default_table() -> dict[OpOverload, Callable[..., Any]]:
     ours = {
+        aten.split_with_sizes.default: split_with_sizes,
         aten.view.default: view,
         **attention.DECOMPOSITIONS,
         **batch_norm.DECOMPOSITIONS,
         **convolution.DECOMPOSITIONS,
         **exact.DECOMPOSITIONS,
+        **indexing.DECOMPOSITIONS,
         **randomness.DECOMPOSITIONS,
     }
     return {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS), **ours}
