@@ -9,10 +9,18 @@ from typing import Any
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
 
-from lowering import attention, batch_norm, convolution, exact, pooling, randomness
+from lowering import (
+    attention,
+    batch_norm,
+    convolution,
+    exact,
+    indexing,
+    pooling,
+    randomness,
+)
 from lowering.halves import with_halves
 from lowering.scalars import with_scalars
-from lowering.views import view
+from lowering.views import split_with_sizes, view
 
 aten = torch.ops.aten
 OpOverload = torch._ops.OpOverload
@@ -82,11 +90,13 @@ def matches(op: str, patterns: Iterable[str]) -> bool:
 @cache
 def _default_table() -> dict[OpOverload, Callable[..., Any]]:
     ours = {
+        aten.split_with_sizes.default: split_with_sizes,
         aten.view.default: view,
         **attention.DECOMPOSITIONS,
         **batch_norm.DECOMPOSITIONS,
         **convolution.DECOMPOSITIONS,
         **exact.DECOMPOSITIONS,
+        **indexing.DECOMPOSITIONS,
         **pooling.DECOMPOSITIONS,
         **randomness.DECOMPOSITIONS,
     }

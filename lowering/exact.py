@@ -171,6 +171,8 @@ def var(
     keepdim: bool = False,
 ) -> Any:
     """Decompose `aten.var` of fewer elements than the correction: it divides by zero, not less."""
+    if x.dtype.is_complex:
+        return _UNCHANGED
     dims = list(dim or range(x.dim()))
     count = math.prod(x.shape[d] for d in dims) if x.dim() else 1
     if not isinstance(count, int) or count >= (1 if correction is None else correction):

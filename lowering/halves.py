@@ -27,6 +27,7 @@ IN_FLOATS: tuple[torch._ops.OpOverload, ...] = (
     aten.cumsum.default,
     aten.div.Scalar_mode,
     aten.div.Tensor_mode,
+    aten.exp2.default,
     aten.fmod.Scalar,
     aten.fmod.Tensor,
     aten.linalg_vector_norm.default,

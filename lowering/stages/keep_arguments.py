@@ -54,12 +54,12 @@ def _is_overwritten(value: Any) -> bool:
         if name in _VIEWS and index == 0:
             if any(_is_overwritten(result) for result in op.results):
                 return True
-        elif not (name in _READS or _only_reads(op, index)):
+        elif not (name in _READS or only_reads(op, index)):
             return True
     return False
 
 
-def _only_reads(op: Any, index: int) -> bool:
+def only_reads(op: Any, index: int) -> bool:
     """Say whether an op does no more than read its operand `index`."""
     name = op.operation.name
     if name == "tensor.insert_slice":

@@ -10,6 +10,7 @@ from lowering.stages import CompileOptions, Stage
 from lowering.stages.call_kernels import link_kernels
 from lowering.stages.iree_session import IreeSession
 from lowering.stages.keep_arguments import keep_arguments
+from lowering.stages.separate_fills import separate_fills
 from lowering.stages.separate_pieces import separate_pieces
 from lowering.stages.separate_reads import separate_reads
 
@@ -43,6 +44,7 @@ def linalg_to_flow(linalg_asm: str, options: CompileOptions) -> str:
                 _bind_parameters(module, function, names, bound)
                 with ir.Location.unknown():
                     keep_arguments(function, options.given.get(_symbol(function), ()))
+                    separate_fills(function)
                     separate_reads(function)
                     separate_pieces(function)
         session.compile(module, end="flow")
