@@ -100,7 +100,9 @@ def _default_table() -> dict[OpOverload, Callable[..., Any]]:
         **pooling.DECOMPOSITIONS,
         **randomness.DECOMPOSITIONS,
     }
-    table = {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS), **ours}
+    pytorchs = {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS)}
+    taken = {op: fn for op, fn in pytorchs.items() if not matches(str(op), KEPT_OPS)}
+    table = {**taken, **ours}
     table |= with_scalars(table)
     return {**table, **with_halves(table)}
 
@@ -118,6 +120,6 @@ def decomposition_table(
     Returns:
         op overload -> a function on tensors that computes the same.
     """
-    keep = {*KEPT_OPS, *keep_ops, *(EAGERS_RANDOM_OPS if rng == "host" else ())}
+    keep = {*keep_ops, *(EAGERS_RANDOM_OPS if rng == "host" else ())}
     table = {op: fn for op, fn in _default_table().items() if not matches(str(op), keep)}
     return {**table, **(user or {})}
