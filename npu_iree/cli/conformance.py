@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -99,10 +100,11 @@ def _read(path: Path) -> dict[str, Verdict]:
 
 
 def _print(verdicts: Sequence[Verdict]) -> None:
-    table = Table("dtype", *OUTCOMES, "share on the device")
-    for dtype, counts in report.by_dtype(verdicts).items():
-        share = f"{report.device_share(counts):.1%}"
-        table.add_row(dtype, *(str(counts[o]) for o in OUTCOMES), share)
+    table = Table("dtype", *OUTCOMES, "on the device", "of what torch-mlir lowers")
+    for dtype, found in report.by_dtype(verdicts).items():
+        counts = Counter(v.outcome for v in found)
+        shares = (f"{share:.1%}" for share in report.device_share(found))
+        table.add_row(dtype, *(str(counts[o]) for o in OUTCOMES), *shares)
     for verdict in verdicts:
         if verdict.outcome in report.BAD:
             line = verdict.detail.splitlines()[0] if verdict.detail else ""
