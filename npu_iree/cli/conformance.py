@@ -100,7 +100,8 @@ def _read(path: Path) -> dict[str, Verdict]:
 
 
 def _print(verdicts: Sequence[Verdict]) -> None:
-    table = Table("dtype", *OUTCOMES, "on the device", "of what torch-mlir lowers")
+    caption = "share: on the device; of lowered: without the cases that torch-mlir cannot lower"
+    table = Table("dtype", *OUTCOMES, "share", "of lowered", caption=caption, padding=(0, 0))
     for dtype, found in report.by_dtype(verdicts).items():
         counts = Counter(v.outcome for v in found)
         shares = (f"{share:.1%}" for share in report.device_share(found))
