@@ -161,6 +161,34 @@ def test_an_unknown_overlap_is_an_error_where_nothing_may_run_in_eager() -> None
     assert_same(base, before)
 
 
+@torch.library.custom_op("tradition_tests::positive", mutates_args=())
+def positive(x: torch.Tensor) -> torch.Tensor:
+    if not bool((x > 0).all()):
+        raise ValueError("not positive")
+    return x.clone()
+
+
+@positive.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_what_fails_before_a_write_leaves_the_argument_as_it_was(target: str) -> None:
+    def function(state: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        y = positive(x)
+        state.index_copy_(0, torch.tensor([1]), state[:1] + 1)
+        state[0] = state.sum()
+        return y.sqrt()
+
+    for call in both(function, target):
+        state = data(64, 64)
+        call(state, torch.ones(4))
+        before = state.clone()
+        with pytest.raises(ValueError, match="not positive"):
+            call(state, torch.zeros(4))
+        assert_same(state, before)
+
+
 class Drifting(nn.Module):
     """What it computes from its state is cheap, so that the backward pass may compute it again."""
 
