@@ -19,10 +19,11 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lowering.capture import CapturedGraph, capture_aot
 from npu_iree import bundles
+from npu_iree.aliasing import Aliases
 from npu_iree.aot import aot_backend
 from npu_iree.cause import Cause
 from npu_iree.device import open_device
-from npu_iree.errors import NotCompiledError, OptionError
+from npu_iree.errors import NotCompiledError, NpuIreeError, OptionError
 from npu_iree.executable import Executable
 from npu_iree.frozen import can_freeze
 from npu_iree.options import Options
@@ -36,6 +37,10 @@ _GRAPH_NUMBERS = itertools.count()
 # What AOTAutograd says of an argument such as `x.expand(3, 4)` that the graph writes to in part: it
 # would write all of it. Eager writes to the part, or refuses, too, to write to all.
 _SHARED_MEMORY = "refers to a single memory location"
+_OTHER_ALIASES = (
+    "it writes to its arguments, and these overlap in another way than those that it was compiled "
+    "for (clone one of them, or call torch._dynamo.reset())"
+)
 
 
 def npu_iree(
@@ -76,7 +81,37 @@ def npu_iree(
             raise
         log.warning("a graph runs in eager, since it writes to an expanded tensor: %s", error)
         return graph_module
-    return compiled
+    return _guarded(compiled, graph_module, example_inputs, parsed)
+
+
+def _guarded(
+    compiled: Callable[..., Any],
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+) -> Callable[..., Any]:
+    """Run a graph in eager where its arguments share memory as it was not compiled for.
+
+    Only what writes to its arguments can tell.
+    """
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is None or not any(info.mutates_data for info in metadata.input_info):
+        return compiled
+    nodes = graph_module.graph.find_nodes(op="placeholder")
+    values = [node.meta.get("example_value") for node in nodes]
+    free = [isinstance(v, torch.Tensor) and not isinstance(v.storage_offset(), int) for v in values]
+    aliases, warn = Aliases(inputs, free), functools.cache(log.warning)
+
+    def run(*args: Any) -> Any:
+        if aliases.are_as_compiled(args):
+            return compiled(*args)
+        if options.fallback == "error":
+            raise NpuIreeError(_OTHER_ALIASES)
+        warn("calls of a graph run in eager: %s", _OTHER_ALIASES)
+        return graph_module(*args)
+
+    return run
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from npu_iree import NpuIreeError
 from tolerances import assert_same
 
 
@@ -112,6 +113,100 @@ def test_an_expanded_input_that_is_written_to(target: str) -> None:
         x = data(3, 1)
         outcomes.append([call(x.expand(3, 4)), x])
     assert_same(*outcomes)
+
+
+def part(base: torch.Tensor, how: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give two tensors of 16 elements that share memory in some way."""
+    if how == "not":
+        return base[:16].clone(), base[16:32].clone()
+    if how == "with NumPy":
+        return base[:16], torch.from_numpy(base.numpy())[:16]
+    first, second = {"apart": (0, 16), "in part": (0, 8), "further on": (16, 24), "all": (0, 0)}[
+        how
+    ]
+    return base[first : first + 16], base[second : second + 16]
+
+
+WAYS = ["not", "apart", "in part", "further on", "all", "with NumPy"]
+
+
+@pytest.mark.parametrize("first", WAYS)
+def test_arguments_that_overlap_in_another_way_than_at_first(first: str) -> None:
+    """One of them is written to; neither Dynamo's guards nor AOTAutograd's look again."""
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        x.mul_(y + 2)
+        return y + x.sum()
+
+    outcomes = []
+    for call in both(function, "npu-local"):
+        outcome = []
+        for how in (first, *WAYS):
+            base = data(64)
+            x, y = part(base, how)
+            outcome.append([call(x, y).clone(), x, y, base])
+        outcomes.append(outcome)
+    assert_same(*outcomes)
+
+
+def test_an_unknown_overlap_is_an_error_where_nothing_may_run_in_eager() -> None:
+    options = {"fallback": "error"}
+    call = torch.compile(lambda x, y: x.add_(y), backend="npu_iree", options=options)
+    base = data(8)
+    call(base[:4], base[4:])
+    before = base.clone()
+    with pytest.raises(NpuIreeError, match="overlap in another way"):
+        call(base[:4], base[2:6])
+    assert_same(base, before)
+
+
+@torch.library.custom_op("tradition_tests::positive", mutates_args=())
+def positive(x: torch.Tensor) -> torch.Tensor:
+    if not bool((x > 0).all()):
+        raise ValueError("not positive")
+    return x.clone()
+
+
+@positive.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_what_fails_before_a_write_leaves_the_argument_as_it_was(target: str) -> None:
+    def function(state: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        y = positive(x)
+        state.index_copy_(0, torch.tensor([1]), state[:1] + 1)
+        state[0] = state.sum()
+        return y.sqrt()
+
+    for call in both(function, target):
+        state = data(64, 64)
+        call(state, torch.ones(4))
+        before = state.clone()
+        with pytest.raises(ValueError, match="not positive"):
+            call(state, torch.zeros(4))
+        assert_same(state, before)
+
+
+class Drifting(nn.Module):
+    """What it computes from its state is cheap, so that the backward pass may compute it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(data(4, 4))
+        self.register_buffer("state", data(3, 4, seed=1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.cos(x @ self.weight) * torch.sin(self.state * 2)
+        self.state.add_(1)
+        return y * torch.sin(self.state)
+
+
+def test_a_state_that_the_backward_pass_needs_as_it_was(trainer: str) -> None:
+    pair = Both(Drifting(), trainer)
+    for _ in range(2):
+        pair.do(lambda model, call: call(data(3, 4, seed=2)).sum().backward())
 
 
 class Tied(nn.Module):
