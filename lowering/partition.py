@@ -23,6 +23,7 @@ from lowering.nodes import (
     draws_random_numbers,
     is_one_of,
     is_scalar,
+    makes_sizes,
     view_root,
 )
 from lowering.segments import DEVICE, Segment, grow_segments, named, with_own_sizes
@@ -154,6 +155,8 @@ def _why_host(
         return _host_op(node, "state", reason)
     if not isinstance(node.target, torch._ops.OpOverload):
         return _host_op(node, "unsupported", "no ATen op, so only PyTorch itself can run it")
+    if makes_sizes(node):
+        return _host_op(node, "unsupported", "the sizes of its result depend on data")
     if name in kernels:
         why_not = why_no_kernel(node, kernels[name])
         return _host_op(node, "unsupported", why_not) if why_not else None

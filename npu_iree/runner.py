@@ -17,6 +17,7 @@ from lowering.source import user_line
 from npu_iree.array import DeviceArray
 from npu_iree.border import Crossing, fetch, put_in_place, write_back
 from npu_iree.device import Device
+from npu_iree.empty_sizes import is_empty, may_be_empty, run_on_host
 from npu_iree.errors import DeviceError, InternalError
 from npu_iree.executable import Executable
 from npu_iree.timeline import wait_all
@@ -64,9 +65,9 @@ class Runner:
         self._index = {name: i for i, name in enumerate(_names(plan))}
         self._crossings = self._find_crossings()
         self._targets = self._find_targets()
+        self._weights = Weights(plan, device, executables, constants)
         self._steps = [self._prepare(step) for step in plan.steps]
         self._constants = [(self._index[n], constants[n]) for n in plan.constants]
-        self._weights = Weights(plan, device, executables, constants)
         self._results = [
             (self._index[o.name], None) if isinstance(o, Value) else (-1, o) for o in plan.outputs
         ]
@@ -159,11 +160,17 @@ class Runner:
             for name, spec in zip(inputs, specs, strict=True)
         ]
         targets = [self._index[name] for name in outputs]
+        code, device, weights = self.plan.regions[region], self._device, self._weights
+        is_dynamic = may_be_empty(code)
 
         def run(environment: _Environment) -> None:
             host, handles, _ = environment
             args: list[Any] = [handles[i] if is_tensor else host[i] for is_tensor, i in sources]
-            for i, array in zip(targets, function(*args), strict=True):
+            if is_dynamic and any(map(is_empty, args)):
+                results = run_on_host(device, code, args, weights.bound(region))
+            else:
+                results = function(*args)
+            for i, array in zip(targets, results, strict=True):
                 handles[i] = array
 
         return run

@@ -189,13 +189,20 @@ def test_sizes_0_and_1_are_right_whether_they_come_first_or_last(name: str) -> N
             assert_same(compiled(*args), function(*args))
 
 
-def test_a_marked_dimension_may_be_one() -> None:
-    """What is marked unbacked is never taken for a constant, not even if the first size is 1."""
-    compiled = torch.compile(lambda x: torch.relu(x) * 2 + x.sum(0), backend="npu_iree")
-    for size in (1, 4, 1, 3):
-        x = data(size, 3)
-        torch._dynamo.decorators.mark_unbacked(x, 0)
-        assert_same(compiled(x), torch.relu(x) * 2 + x.sum(0))
+def test_a_marked_dimension_may_be_one_or_nothing(target: str, counts: Counter[str]) -> None:
+    """What is marked unbacked is never taken for a constant, not even if it is 0 or 1."""
+    layer = nn.Linear(3, 4)
+
+    def function(x: torch.Tensor) -> Any:
+        return torch.relu(layer(x)) * 2, x.sum(0), torch.cat([x, x.new_ones(2, 3)]).exp()
+
+    compiled = torch.compile(function, backend="npu_iree", options={"target": target})
+    with torch.no_grad():
+        for size in (1, 4, 0, 3, 0):
+            x = data(size, 3)
+            torch._dynamo.decorators.mark_unbacked(x, 0)
+            assert_same(compiled(x), function(x))
+    assert counts["graphs"] == 1
 
 
 def nonzeros(x: torch.Tensor) -> Any:
