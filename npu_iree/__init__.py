@@ -33,6 +33,7 @@ _PUBLIC = {
     "load": "npu_iree.offline.load",
     "open_device": "npu_iree.device",
     "record_transfers": "npu_iree.transfers",
+    "register_device": "npu_iree.torch_device.registration",
     "save_bundle": "npu_iree.bundles",
     "save_parameters": "npu_iree.offline.parameters",
     "targets": "npu_iree.targets",

@@ -1,0 +1,171 @@
+"""Bytes between layouts on the device: strided views read and written, dtypes and orders changed.
+
+What has gaps or overlaps in memory is gathered by index, and scattered when it is written. The
+index of each geometry is made once; one kernel of each element size serves all ranks and dtypes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+
+from lowering.eager import Argument
+from npu_iree.array import DeviceArray
+from npu_iree.torch_device import account
+from npu_iree.torch_device.crossing import put_dense
+from npu_iree.torch_device.kernels import Bound, family
+from npu_iree.torch_device.storage import (
+    dense_bytes,
+    dense_order,
+    handle_of,
+    set_handle,
+    shaped,
+    whole,
+    with_range,
+)
+
+aten = torch.ops.aten
+_INDEX_BYTES = 64 << 20  # what the indices that are kept may take
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WIDEST = 16
+_Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
+_INDICES: OrderedDict[_Geometry, DeviceArray] = OrderedDict()
+
+
+def read(tensor: torch.Tensor, order: tuple[int, ...] | None = None) -> DeviceArray:
+    """Return the bytes of a tensor in the memory order that it has, or else contiguous.
+
+    Args:
+        tensor: on "npu".
+        order: its memory order, if the caller knows that it is dense.
+    """
+    order = order or dense_order(tuple(tensor.shape), tensor.stride())
+    return dense_bytes(tensor, order) if order is not None else _gathered(tensor)
+
+
+def read_in_order(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray:
+    """Return the bytes of a tensor in a memory order of the caller's."""
+    shape = tuple(tensor.shape)
+    if dense_order(shape, tensor.stride()) == order:
+        return dense_bytes(tensor, order)
+    array = _gathered(tensor.permute(order))
+    return shaped(array, tuple(shape[d] for d in order), tensor.dtype)
+
+
+def write(tensor: torch.Tensor, array: DeviceArray, order: tuple[int, ...]) -> None:
+    """Give a tensor other bytes; all that share its memory see them.
+
+    Args:
+        tensor: on "npu".
+        array: dense, of the tensor's shape and dtype in the memory order `order`.
+        order: the order of a dense tensor; the natural one of a tensor with gaps.
+    """
+    if dense_order(tuple(tensor.shape), tensor.stride()) == order:
+        if whole(tensor):
+            set_handle(tensor, array)
+            return
+        start = tensor.storage_offset() * tensor.element_size()
+        set_handle(tensor, with_range(handle_of(tensor), start, array))
+        return
+    _scatter(tensor.permute(order), array)
+
+
+def order_for_writing(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the memory order in which `write` takes a tensor's bytes."""
+    shape = tuple(tensor.shape)
+    return dense_order(shape, tensor.stride()) or tuple(range(len(shape)))
+
+
+def convert(tensor: torch.Tensor, dtype: torch.dtype, order: tuple[int, ...]) -> DeviceArray:
+    """Return a tensor's values in another dtype, in a memory order."""
+    array = read_in_order(tensor, order)
+    if tensor.dtype == dtype:
+        return array
+    flat = shaped(array, (tensor.numel(),), tensor.dtype)
+    (result,) = _run(
+        ("convert", tensor.dtype, dtype), lambda tensors: [tensors[0].to(dtype)], [flat]
+    )
+    return shaped(result, array.shape, dtype)
+
+
+def _gathered(tensor: torch.Tensor) -> DeviceArray:
+    shape = tuple(tensor.shape)
+    flat, index = _bits_and_index(tensor)
+    if tensor.numel() == 0:
+        return shaped(flat, shape, tensor.dtype)
+    (result,) = _run(("gather", flat.dtype), lambda t: [t[0].index_select(0, t[1])], [flat, index])
+    return shaped(result, shape, tensor.dtype)
+
+
+def _scatter(tensor: torch.Tensor, array: DeviceArray) -> None:
+    if tensor.numel() == 0:
+        return
+    flat, index = _bits_and_index(tensor)
+    values = shaped(array, index.shape, flat.dtype)
+    (result,) = _run(
+        ("scatter", flat.dtype),
+        lambda t: [aten.index_put(t[0], [t[1]], t[2])],
+        [flat, index, values],
+    )
+    set_handle(tensor, result)
+
+
+def _bits_and_index(tensor: torch.Tensor) -> tuple[DeviceArray, DeviceArray]:
+    """Return a tensor's whole storage as integers, and the places of its elements in there."""
+    shape, strides, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+    nbytes = tensor.element_size()
+    if nbytes == _WIDEST:  # as two of 8 bytes each
+        shape, strides, offset = (*shape, 2), (*(2 * s for s in strides), 1), 2 * offset
+        nbytes //= 2
+    count = tensor.untyped_storage().nbytes() // nbytes
+    return shaped(handle_of(tensor), (count,), _BITS[nbytes]), _index(shape, strides, offset)
+
+
+def _index(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> DeviceArray:
+    """Return the places of a view's elements in its storage, in the order of its dimensions."""
+    key = (shape, strides, offset)
+    if key in _INDICES:
+        _INDICES.move_to_end(key)
+        return _INDICES[key]
+    places = torch.tensor(offset)
+    for d, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        steps = torch.arange(size) * stride
+        places = places + steps.view([-1] + [1] * (len(shape) - 1 - d))
+    index = put_dense(places.reshape(-1), "an index", is_ours=True)
+    _INDICES[key] = index
+    while len(_INDICES) > 1 and sum(i.nbytes for i in _INDICES.values()) > _INDEX_BYTES:
+        _INDICES.popitem(last=False)
+    return index
+
+
+def _run(
+    key: tuple[object, ...], function: object, arrays: Sequence[DeviceArray]
+) -> list[DeviceArray]:
+    arguments = [Argument(a.dtype, a.shape, _contiguous(a.shape)) for a in arrays]
+    sizes = tuple(min(2, size) for a in arrays for size in a.shape)
+    kernels = family((*key, sizes), str(key[0]), is_ours=True)
+    bound = kernels.bind(function, arguments, True)  # type: ignore[arg-type]
+    return invoke(bound, arrays)
+
+
+def invoke(bound: Bound, arrays: Sequence[DeviceArray]) -> list[DeviceArray]:
+    """Call a kernel; returns handles in the order of the call's results."""
+    args = [
+        index if shape is None else shaped(arrays[index], shape, arrays[index].dtype)
+        for index, shape in zip(bound.takes, bound.stored, strict=True)
+    ]
+    if account.ACCOUNT.limit is not None:
+        account.reserve(sum(o.nbytes for o in bound.outputs))
+    results = bound.function(*args)
+    name = bound.function.work.name
+    return [account.keep(results[i], name) for i in bound.order]
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, expected = [], 1
+    for size in reversed(shape):
+        strides.append(expected)
+        expected *= size
+    return tuple(reversed(strides))

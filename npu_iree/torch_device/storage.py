@@ -1,0 +1,199 @@
+"""Tensors on "npu": each storage holds one handle; tensors that share the storage share it.
+
+The bytes behind a handle never change once they are made. Writing to a tensor gives its storage
+another handle, which every view of it then sees; work that was submitted before keeps the old one.
+So nothing has to wait, two storages may hold one handle, and a clone costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from iree.runtime import _binding as hal
+
+from npu_iree.array import DeviceArray
+from npu_iree.device import Device
+from npu_iree.memory import ELEMENT_TYPES
+from npu_iree.timeline import NOW, Timepoint, Work, joined, new_fence
+from npu_iree.torch_device import account
+from npu_iree.torch_device.current import device
+
+aten = torch.ops.aten
+_new = torch._C._acc.create_empty_tensor
+_set = aten.set_.source_Storage_storage_offset
+_META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
+_DEVICE_LOCAL = int(hal.MemoryType.DEVICE_LOCAL)
+_USAGE = int(hal.BufferUsage.DEFAULT)
+_COPY_WORK = Work("copy")
+
+
+def new_tensor(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    dtype: torch.dtype,
+    handle: DeviceArray | None = None,
+) -> torch.Tensor:
+    """Make a tensor with a storage of its own.
+
+    Args:
+        shape: its sizes.
+        strides: its strides.
+        dtype: its dtype.
+        handle: its bytes, dense, in the order of the strides; None: whatever is in memory.
+    """
+    tensor = _new(shape, dtype)  # type: ignore[arg-type]
+    storage = tensor.untyped_storage()
+    storage.npu_handle = handle  # type: ignore[attr-defined]
+    _set.redispatch(_META, tensor, storage, 0, shape, strides)
+    return tensor
+
+
+def handle_of(tensor: torch.Tensor) -> DeviceArray:
+    """Return the handle of a tensor's storage: all of its bytes."""
+    storage = tensor.untyped_storage()
+    handle: DeviceArray | None = getattr(storage, "npu_handle", None)
+    if handle is None or handle.nbytes < storage.nbytes():
+        handle = _grown(handle, storage.nbytes())
+        storage.npu_handle = handle  # type: ignore[attr-defined]
+    return handle
+
+
+def set_handle(tensor: torch.Tensor, handle: DeviceArray) -> None:
+    """Give a tensor's storage other bytes; `handle` is dense and holds all of them."""
+    tensor.untyped_storage().npu_handle = handle  # type: ignore[attr-defined]
+
+
+def whole(tensor: torch.Tensor) -> bool:
+    """Say whether a dense tensor is all that its storage holds."""
+    return tensor.storage_offset() == 0 and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+@lru_cache(maxsize=1 << 14)
+def dense_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the dimensions from slowest to fastest, or None if there are gaps or overlaps."""
+    natural = tuple(range(len(shape)))
+    if 0 in shape:
+        return natural
+    for order in (natural, tuple(sorted(natural, key=lambda d: (-strides[d], -shape[d])))):
+        expected = 1
+        for d in reversed(order):
+            if shape[d] != 1 and strides[d] != expected:
+                break
+            expected *= shape[d]
+        else:
+            return order
+    return None
+
+
+def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a dense tensor in a memory order."""
+    strides, expected = [0] * len(shape), 1
+    for d in reversed(order):
+        strides[d] = expected
+        expected *= max(1, shape[d])
+    return tuple(strides)
+
+
+def shaped(array: DeviceArray, shape: tuple[int, ...], dtype: torch.dtype) -> DeviceArray:
+    """Return the same bytes under another shape and dtype."""
+    if array.shape == shape and array.dtype is dtype:
+        return array
+    view = hal.HalBufferView(array._view.get_buffer(), shape, int(ELEMENT_TYPES[dtype]))
+    return DeviceArray(array.device, view, shape, dtype, array.ready)
+
+
+def dense_bytes(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray:
+    """Return the bytes of a dense tensor, in its memory order."""
+    array = handle_of(tensor)
+    offset, nbytes = tensor.storage_offset() * tensor.element_size(), tensor.nbytes
+    if offset:
+        array = copied_range(array, offset, nbytes)
+    shape = tuple(tensor.shape)
+    return shaped(array, tuple(shape[d] for d in order), tensor.dtype)
+
+
+def allocate(nbytes: int) -> DeviceArray:
+    """Return memory with whatever is in it.
+
+    Raises:
+        torch.OutOfMemoryError: the device's memory would be exceeded.
+    """
+    target = device()
+    account.reserve(nbytes)
+    buffer = target.hal.allocator.allocate_buffer(_DEVICE_LOCAL, _USAGE, nbytes)
+    return _flat(target, buffer, nbytes, NOW, "empty")
+
+
+def copied_range(array: DeviceArray, start: int, nbytes: int) -> DeviceArray:
+    """Return a copy of some of an array's bytes; queued, not waited for."""
+    result = allocate(nbytes)
+    ready = _queue_copies([(array, start, 0, nbytes)], result)
+    return _flat(result.device, result._view.get_buffer(), nbytes, ready, "copy")
+
+
+def with_range(array: DeviceArray, start: int, part: DeviceArray) -> DeviceArray:
+    """Return a copy of an array in which the bytes from `start` on are those of another."""
+    result = allocate(array.nbytes)
+    end = start + part.nbytes
+    pieces = [
+        (array, 0, 0, start),
+        (part, 0, start, part.nbytes),
+        (array, end, end, array.nbytes - end),
+    ]
+    ready = _queue_copies(pieces, result)
+    return _flat(result.device, result._view.get_buffer(), array.nbytes, ready, "copy")
+
+
+def _queue_copies(
+    pieces: Sequence[tuple[DeviceArray, int, int, int]], result: DeviceArray
+) -> Timepoint:
+    target = result.device
+    commands = hal.HalCommandBuffer(target.hal, 0, True)
+    into = result._view.get_buffer()
+    for source, start, place, nbytes in pieces:
+        if nbytes:
+            commands.copy(source._view.get_buffer(), into, start, place, nbytes)
+    commands.end()
+    points = [source.ready for source, *_ in pieces]
+    if target._held:
+        points.append(target.start_point())
+    fence, ahead = joined(points)
+    signal = new_fence(target.hal)
+    target.hal.queue_execute(commands, fence, signal)
+    ready = Timepoint(signal, _COPY_WORK, ahead)
+    target.track(ready, result.nbytes)
+    return ready
+
+
+def _grown(old: DeviceArray | None, nbytes: int) -> DeviceArray:
+    if old is None:
+        return allocate(nbytes)
+    result = allocate(nbytes)
+    ready = _queue_copies([(old, 0, 0, old.nbytes)], result)
+    return _flat(result.device, result._view.get_buffer(), nbytes, ready, "resize")
+
+
+def _flat(target: Device, buffer: Any, nbytes: int, ready: Timepoint, name: str) -> DeviceArray:
+    view = hal.HalBufferView(buffer, (nbytes,), int(ELEMENT_TYPES[torch.uint8]))
+    return account.keep(DeviceArray(target, view, (nbytes,), torch.uint8, ready), name)
+
+
+def resize(
+    tensor: torch.Tensor,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    storage: torch.UntypedStorage | None = None,
+) -> None:
+    """Give a tensor other sizes and strides; its storage grows if need be, and keeps its bytes.
+
+    Args:
+        tensor: on "npu".
+        shape: the sizes.
+        strides: the strides.
+        storage: another storage for it, or None.
+    """
+    offset = tensor.storage_offset() if storage is None else 0
+    _set.redispatch(_META, tensor, storage or tensor.untyped_storage(), offset, shape, strides)
