@@ -32,6 +32,8 @@ class CapturedGraph:
         weights: those placeholders whose tensors keep their identity between calls.
         constants: tensors that the graph itself holds, by the name of their node.
         kind: what AOTAutograd made it for: `inference`, `forward` (of training) or `backward`.
+        handles: those inputs that are on the device when a call begins.
+        kept: those results that stay there.
     """
 
     graph_module: fx.GraphModule
@@ -39,6 +41,8 @@ class CapturedGraph:
     weights: frozenset[fx.Node]
     constants: dict[fx.Node, torch.Tensor]
     kind: str = "inference"
+    handles: frozenset[fx.Node] = frozenset()
+    kept: frozenset[fx.Node] = frozenset()
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:

@@ -30,6 +30,7 @@ from npu_iree.options import Options
 from npu_iree.report import CompileReport, tell
 from npu_iree.runner import Runner
 from npu_iree.toolchain import compiler_for
+from npu_iree.torch_device import graphs
 from npu_iree.versions import check_versions
 
 log = logging.getLogger(__name__)
@@ -58,19 +59,21 @@ def npu_iree(
         ArtifactError: the bundle is damaged, or is not for this target or CPU.
         NotCompiledError: `compile="never"`, and neither the bundle nor the cache has the graph.
     """
-    parsed = Options.parse(options)
+    on_npu = any(map(graphs.is_on_npu, example_inputs))
+    parsed = graphs.options_on_npu(options) if on_npu else Options.parse(options)
     if mode is not None:
         raise OptionError(f"mode={mode!r} belongs to Inductor; npu_iree takes options={{...}}")
     compilers = ("torch-mlir", "iree-base-compiler") if parsed.compile == "if_missing" else ()
     check_versions("torch", *compilers, "iree-base-runtime")
     source = _Source.of(graph_module, example_inputs)
     compile_aot = functools.partial(_compile_aot, parsed, source)
+    user = {**graphs.DECOMPOSITIONS, **parsed.decompositions} if on_npu else parsed.decompositions
     backend = aot_autograd(
         fw_compiler=functools.partial(compile_aot, kind="forward"),
         bw_compiler=functools.partial(compile_aot, kind="backward"),
         inference_compiler=functools.partial(compile_aot, kind="inference"),
         decompositions=decomposition_table(
-            parsed.keep_ops | parsed.target_value.compile.keep_ops, parsed.decompositions
+            parsed.keep_ops | parsed.target_value.compile.keep_ops, user
         ),
     )
     compiled: Callable[..., Any] = backend(graph_module, example_inputs)
@@ -162,7 +165,9 @@ def _compile_aot(
     """Compile a graph of AOTAutograd's into what it calls: a list of arguments in, a list out."""
     is_same = kind == "inference" and len(source.inputs) == len(inputs)
     weights = _bindable_weights(source.inputs) if is_same and options.bind_weights else ()
+    views = graphs.prepare(graph_module)
     captured = capture_aot(graph_module, weights, source.names if is_same else (), kind)
+    captured = graphs.placed(captured)
     runner: Callable[..., Any]
     with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
         try:
@@ -173,6 +178,8 @@ def _compile_aot(
             log.warning("a graph runs on PyTorch's CPU kernels, as compile='eager' says: %s", error)
             captured.graph_module.recompile()
             runner = captured.graph_module
+    if captured.handles or captured.kept:
+        runner = graphs.HandleRunner(runner, captured, views)
 
     def run(args: list[Any]) -> list[Any]:
         results = list(runner(*args))

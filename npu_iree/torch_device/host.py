@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
 from lowering.errors import HostOp, UnsupportedOpError
@@ -57,6 +58,7 @@ def run_on_host(
 def _tell(op: torch._ops.OpOverload, reason: str) -> None:
     """Say once an op that it runs on the host, or raise where that is forbidden."""
     name = str(op)
+    counters["npu_iree"][f"host {name}"] += 1
     if CURRENT.fallback == "error":
         line = user_line()
         raise UnsupportedOpError(
