@@ -7,6 +7,7 @@ every call of the same dtypes, ranks and memory orders that meets them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Thread
@@ -36,6 +37,13 @@ from lowering.segments import DEVICE, Segment, with_own_sizes
 Function = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 Sizes = Mapping[str, int]
 _PRINTER = PythonPrinter()
+_THREAD = "npu-iree-trace"
+_FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def _is_not_of_trace(entry: logging.LogRecord) -> bool:
+    """Let PyTorch not report a trace that fails as an error: whoever asked for it has the host."""
+    return entry.threadName != _THREAD
 
 
 class NotTraceableError(Exception):
@@ -72,28 +80,26 @@ class OpGraph:
 
     Attributes:
         captured: the graph; one placeholder an argument.
-        symbols: for each argument and dimension the symbol of its size; empty where it is fixed.
+        sizes: for each argument and dimension the symbol of its size, or the size if it is fixed.
         conditions: what was assumed of the symbols: a Python expression.
         results: what comes out.
     """
 
     captured: CapturedGraph
-    symbols: tuple[tuple[str, ...], ...]
+    sizes: tuple[tuple[str | int, ...], ...]
     conditions: str
     results: tuple[Result, ...]
 
-    def bind(self, shapes: Sequence[Sequence[int]]) -> Sizes:
-        """Return the value of each symbol for arguments of these shapes."""
-        return {
-            symbol: size
-            for symbols, shape in zip(self.symbols, shapes, strict=True)
-            for symbol, size in zip(symbols, shape, strict=True)
-            if symbol
-        }
-
-    def holds(self, sizes: Sizes) -> bool:
-        """Say whether what the trace assumed is so."""
-        return bool(value_of(self.conditions, sizes))
+    def bind(self, shapes: Sequence[Sequence[int]]) -> Sizes | None:
+        """Return the value of each symbol, or None if the trace is not for these shapes."""
+        values: dict[str, int] = {}
+        for sizes, shape in zip(self.sizes, shapes, strict=True):
+            for size, now in zip(sizes, shape, strict=True):
+                if isinstance(size, str):
+                    values[size] = now
+                elif size != now:
+                    return None
+        return values if value_of(self.conditions, values) else None
 
     def host_ops(self, capabilities: Capabilities) -> list[HostOp]:
         """List what of it the target cannot run."""
@@ -143,8 +149,9 @@ def trace(
         except Exception as error:  # whatever PyTorch raises: the caller has the host
             failure.append(error)
 
+    _FAKE_TENSOR_LOG.addFilter(_is_not_of_trace)
     # A thread of its own has none of the caller's modes: autocast, tracing, excluded keys.
-    thread = Thread(target=run, name="npu-iree-trace")
+    thread = Thread(target=run, name=_THREAD)
     thread.start()
     thread.join()
     if failure:
@@ -163,7 +170,7 @@ def _trace(
     environment = ShapeEnv(duck_shape=False)
     mode = FakeTensorMode(shape_env=environment)
     fakes = [_fake(mode, i, a, is_dynamic) for i, a in enumerate(arguments)]
-    symbols = tuple(tuple(_symbol(size) for size in fake.shape) for fake in fakes)
+    sizes = tuple(tuple(_symbol(size) for size in fake.shape) for fake in fakes)
     functional = torch.func.functionalize(lambda *tensors: tuple(function(tensors)))
     with mode, torch.no_grad(), enable_python_dispatcher():
         expected = [_materialized(t) for t in function(fakes)]
@@ -173,7 +180,7 @@ def _trace(
     guards = [expression_of(g.expr) for g in environment.guards]
     return OpGraph(
         captured=captured,
-        symbols=symbols,
+        sizes=sizes,
         conditions=" and ".join(f"({g})" for g in dict.fromkeys(guards)) or "True",
         results=tuple(
             Result(
@@ -223,8 +230,8 @@ def _lay_out(graph: fx.Graph, expected: Sequence[torch.Tensor]) -> None:
     output.args = (results,)
 
 
-def _symbol(size: int | torch.SymInt) -> str:
-    return "" if isinstance(size, int) else str(size.node._expr)
+def _symbol(size: int | torch.SymInt) -> str | int:
+    return size if isinstance(size, int) else str(size.node._expr)
 
 
 def expression_of(value: Any) -> str:

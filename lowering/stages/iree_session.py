@@ -9,7 +9,6 @@ from typing import Any
 from lowering.stages import CompileOptions
 from lowering.stages.mlir_context import MlirContext
 
-
 # Of the process, not of a session. What is recorded with buffers themselves (regions of dynamic
 # sizes) fails where these are still to be allocated, that is whenever a call is submitted ahead
 # ("transient buffer has not been committed"); so commands name their buffers when they run.

@@ -78,7 +78,9 @@ def _run(function: Function, sample: Any, backward: bool, device: str) -> list[A
     if roots:
         generator = torch.Generator().manual_seed(2)
         weights = [torch.randn(r.shape, generator=generator).to(r.dtype) for r in roots]
-        torch.autograd.backward(roots, [w.to(r.device) for w, r in zip(weights, roots, strict=True)])
+        torch.autograd.backward(
+            roots, [w.to(r.device) for w, r in zip(weights, roots, strict=True)]
+        )
     gradients = [t.grad for t in _tensors(fresh) if t.requires_grad and t.is_leaf]
     given = _tensors(fresh) if not backward else []  # an op in place has changed them
     found = [*(r.detach() for r in results), *given, *gradients]

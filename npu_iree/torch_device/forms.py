@@ -7,6 +7,7 @@ the op with tensors of no dimension in their place.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,10 @@ def _addcdiv(x: Tensor, one: Tensor, other: Tensor, *, value: Any = None) -> Any
     return x + (one / other if value is None else value * one / other)
 
 
+def _fill(x: Tensor, value: Tensor) -> Any:
+    return value.to(x.dtype).expand(x.shape).clone()
+
+
 FORMS: dict[Any, Form] = {
     aten.add.Tensor: _form(_add, "alpha"),
     aten.sub.Tensor: _form(_sub, "alpha"),
@@ -66,27 +71,14 @@ FORMS: dict[Any, Form] = {
     aten.le.Scalar: _form(torch.le, "other"),
     aten.gt.Scalar: _form(torch.gt, "other"),
     aten.ge.Scalar: _form(torch.ge, "other"),
+    aten.fill.Scalar: _form(_fill, "value"),
     aten.masked_fill.Scalar: _form(torch.masked_fill, "value"),
 }
 
 # Kernels of these serve one set of sizes each: torch-mlir or IREE wants to know them.
-STATIC = frozenset(
-    {
-        "aten.convolution",
-        "aten.convolution_backward",
-        "aten.convolution_overrideable",
-        "aten.convolution_backward_overrideable",
-        "aten.max_pool2d_with_indices",
-        "aten.max_pool2d_with_indices_backward",
-        "aten.avg_pool2d",
-        "aten.avg_pool2d_backward",
-        "aten._adaptive_avg_pool2d",
-        "aten._adaptive_avg_pool2d_backward",
-        "aten.upsample_nearest2d",
-        "aten.upsample_bilinear2d",
-        "aten.grid_sampler_2d",
-        "aten.repeat",
-    }
+STATIC = re.compile(
+    r"aten\.(_?adaptive_|avg_pool|max_pool|convolution|_convolution|grid_sampler|upsample|_upsample"
+    r"|repeat\.|reflection_pad|replication_pad)"
 )
 
 # PyTorch would make several calls of these; as one, they are one kernel.
@@ -97,6 +89,8 @@ WHOLE = (
     "diagonal_backward",
     "embedding",
     "index_put",
+    "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit_no_training",
     "logsumexp",
     "masked_fill.Scalar",
     "mean",

@@ -21,9 +21,9 @@ from npu_iree.errors import OptionError
 from npu_iree.options import Options
 from npu_iree.runner import Runner
 from npu_iree.torch_device import account
-from npu_iree.torch_device.crossing import to_device
 from npu_iree.torch_device.current import device
 from npu_iree.torch_device.moves import read_in_order
+from npu_iree.torch_device.put import to_device
 from npu_iree.torch_device.storage import dense_strides, new_tensor
 
 aten = torch.ops.aten
@@ -210,5 +210,3 @@ def _wrapped(result: Any, output: tuple[tuple[int, ...], torch.dtype] | None) ->
         shape[d] = result.shape[place]
     array = account.keep(result, result.ready.work.name)
     return new_tensor(tuple(shape), dense_strides(shape, order), dtype, array)
-
-

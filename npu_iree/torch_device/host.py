@@ -11,8 +11,9 @@ from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
 from lowering.errors import HostOp, UnsupportedOpError
-from npu_iree.torch_device.crossing import on_host, put_dense, to_device
 from npu_iree.torch_device.current import CURRENT, device, user_line
+from npu_iree.torch_device.fetch import on_host
+from npu_iree.torch_device.put import put_dense, to_device
 from npu_iree.torch_device.storage import resize, set_handle
 
 log = logging.getLogger(__name__)

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch._dynamo.utils import counters
@@ -18,6 +19,7 @@ from lowering.cache import Entry
 from lowering.compiler import Compiler
 from lowering.decompositions import decomposition_table
 from lowering.denials import Denial
+from lowering.dtypes import DTYPE_NAMES
 from lowering.eager import (
     Argument,
     Function,
@@ -60,14 +62,15 @@ class Bound:
 
     Attributes:
         function: what to call.
-        takes: for each argument of the function which tensor of the call it is, or a number.
+        takes: for each argument of the function which tensor of the call it is, or a number that
+            it takes by value.
         stored: the shape in memory of each of those tensors; None for a number.
         outputs: what comes out, in the order of the call's results.
         order: where each result is among those of the function.
     """
 
     function: DeviceFunction
-    takes: tuple[int, ...]
+    takes: tuple[Any, ...]
     stored: tuple[tuple[int, ...] | None, ...]
     outputs: tuple[Output, ...]
     order: tuple[int, ...]
@@ -89,7 +92,7 @@ class Kernel:
     def bind(self, arguments: Sequence[Argument]) -> Bound | None:
         """Return the kernel for these arguments, or None if it is not for their shapes."""
         sizes = self.graph.bind([a.shape for a in arguments])
-        if not self.graph.holds(sizes):
+        if sizes is None:
             return None
         takes, stored = [], []
         for position, spec, expression in self._takes:
@@ -97,7 +100,7 @@ class Kernel:
                 takes.append(position)
                 stored.append(tuple(arguments[position].shape[d] for d in spec.order))
             else:
-                takes.append(int(value_of(expression, sizes)))
+                takes.append(value_of(expression, sizes))
                 stored.append(None)
         outputs = tuple(_output(r.dtype, r.shape, r.strides, sizes) for r in self.graph.results)
         return Bound(self._function, tuple(takes), tuple(stored), outputs, self._order)
@@ -199,6 +202,9 @@ def make_kernel(
         )
     except NotTraceableError as error:
         raise NoKernelError(str(error)) from error
+    for dtype in (*(a.dtype for a in arguments), *(r.dtype for r in graph.results)):
+        if dtype not in DTYPE_NAMES:
+            raise NoKernelError(f"no device buffer holds {dtype}")
     counts: Counter[str] = Counter()
     compiler = compiler_for(Options(target=target.name), counts=counts)
     host_ops = [] if is_ours else graph.host_ops(compiler.capabilities)

@@ -1,9 +1,10 @@
-"""`torch.npu`: what a program asks of a device, under the names that PyTorch's other devices use."""
+"""`torch.npu`: what programs ask of a device, under the names that PyTorch's other devices use."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +13,23 @@ from npu_iree.errors import OptionError
 from npu_iree.torch_device import account
 from npu_iree.torch_device.current import CURRENT, Fallback
 from npu_iree.torch_device.current import device as _device
+from npu_iree.torch_device.streams import (
+    Event,
+    Stream,
+    current_stream,
+    default_stream,
+    set_stream,
+    stream,
+)
+
+__all__ = [
+    "Event",
+    "Stream",
+    "current_stream",
+    "default_stream",
+    "set_stream",
+    "stream",
+]
 
 Which = torch.device | int | str | None
 _CHOICES = ("host", "error")
@@ -66,6 +84,33 @@ def get_device_capability(device: Which = None) -> tuple[int, int]:
     return 0, 0
 
 
+class device:
+    """Make a device current in a block; there is one."""
+
+    def __init__(self, device: Which) -> None:
+        self.idx = _index(device)
+
+    def __enter__(self) -> None:
+        """Enter the block."""
+
+    def __exit__(self, *error: object) -> None:
+        """Leave the block."""
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What there is to know of the device: the target's name, and how much memory may be held."""
+
+    name: str
+    total_memory: int
+
+
+def get_device_properties(device: Which = None) -> Properties:
+    """Return the device's properties; memory without a limit is 0."""
+    _index(device)
+    return Properties(_device().target.name, account.ACCOUNT.limit or 0)
+
+
 def synchronize(device: Which = None) -> None:
     """Wait until everything that was submitted has ended, well or not."""
     _index(device)
@@ -97,8 +142,13 @@ def memory_summary(device: Which = None) -> str:
 
 
 def set_memory_limit(nbytes: int | None) -> None:
-    """Let handles hold at most so many bytes; None: no limit. Beyond is `torch.OutOfMemoryError`."""
+    """Let handles hold at most so many bytes (None: any); beyond is `torch.OutOfMemoryError`."""
     account.ACCOUNT.limit = nbytes
+
+
+def reset_warnings() -> None:
+    """Say again of each op that runs on the host, at its next call, that it does."""
+    CURRENT.warned.clear()
 
 
 def empty_cache() -> None:

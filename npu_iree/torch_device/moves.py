@@ -11,19 +11,17 @@ from collections.abc import Sequence
 
 import torch
 
-from lowering.eager import Argument
+from lowering.eager import Argument, Function
 from npu_iree.array import DeviceArray
 from npu_iree.torch_device import account
-from npu_iree.torch_device.crossing import put_dense
 from npu_iree.torch_device.kernels import Bound, family
+from npu_iree.torch_device.put import put_dense
 from npu_iree.torch_device.storage import (
-    dense_bytes,
     dense_order,
     handle_of,
     set_handle,
     shaped,
     whole,
-    with_range,
 )
 
 aten = torch.ops.aten
@@ -54,6 +52,15 @@ def read_in_order(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray:
     return shaped(array, tuple(shape[d] for d in order), tensor.dtype)
 
 
+def dense_bytes(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray:
+    """Return the bytes of a dense tensor, in its memory order."""
+    array = handle_of(tensor)
+    if tensor.storage_offset():
+        array = _range(tensor)
+    shape = tuple(tensor.shape)
+    return shaped(array, tuple(shape[d] for d in order), tensor.dtype)
+
+
 def write(tensor: torch.Tensor, array: DeviceArray, order: tuple[int, ...]) -> None:
     """Give a tensor other bytes; all that share its memory see them.
 
@@ -62,12 +69,13 @@ def write(tensor: torch.Tensor, array: DeviceArray, order: tuple[int, ...]) -> N
         array: dense, of the tensor's shape and dtype in the memory order `order`.
         order: the order of a dense tensor; the natural one of a tensor with gaps.
     """
+    if tensor.numel() == 0:
+        return
     if dense_order(tuple(tensor.shape), tensor.stride()) == order:
         if whole(tensor):
             set_handle(tensor, array)
             return
-        start = tensor.storage_offset() * tensor.element_size()
-        set_handle(tensor, with_range(handle_of(tensor), start, array))
+        set_handle(tensor, _with_range(tensor, array))
         return
     _scatter(tensor.permute(order), array)
 
@@ -88,6 +96,47 @@ def convert(tensor: torch.Tensor, dtype: torch.dtype, order: tuple[int, ...]) ->
         ("convert", tensor.dtype, dtype), lambda tensors: [tensors[0].to(dtype)], [flat]
     )
     return shaped(result, array.shape, dtype)
+
+
+def _range(tensor: torch.Tensor) -> DeviceArray:
+    """Return the bytes of a dense tensor that is some of its storage."""
+    flat, place = _bits_and_place(tensor)
+    if tensor.numel() == 0:
+        return flat
+
+    def read_range(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        start, length, _ = tensors[1].shape
+        return [tensors[0].narrow(0, start, length).clone()]
+
+    (result,) = _run(("range", flat.dtype), read_range, [flat], [place])
+    return result
+
+
+def _with_range(tensor: torch.Tensor, array: DeviceArray) -> DeviceArray:
+    """Return the bytes of a tensor's storage with others in the place of the tensor's own."""
+    flat, place = _bits_and_place(tensor)
+
+    def write_range(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        start, length, _ = tensors[2].shape
+        return [aten.slice_scatter(tensors[0], tensors[1], 0, start, start + length)]
+
+    values = shaped(array, (place.shape[1],), flat.dtype)
+    (result,) = _run(("write range", flat.dtype), write_range, [flat, values], [place])
+    return result
+
+
+def _bits_and_place(tensor: torch.Tensor) -> tuple[DeviceArray, Argument]:
+    """Return a dense tensor's whole storage as integers, and where in there it begins and how long.
+
+    That is told by the sizes of an argument without elements: the kernel takes them as numbers.
+    """
+    nbytes = tensor.element_size()
+    start, length = int(tensor.storage_offset()), tensor.numel()
+    if nbytes == _WIDEST:
+        start, length, nbytes = 2 * start, 2 * length, nbytes // 2
+    flat = _whole_storage(tensor, nbytes)
+    shape = (start, length, 0)
+    return flat, Argument(torch.uint8, shape, _contiguous(shape))
 
 
 def _gathered(tensor: torch.Tensor) -> DeviceArray:
@@ -119,8 +168,13 @@ def _bits_and_index(tensor: torch.Tensor) -> tuple[DeviceArray, DeviceArray]:
     if nbytes == _WIDEST:  # as two of 8 bytes each
         shape, strides, offset = (*shape, 2), (*(2 * s for s in strides), 1), 2 * offset
         nbytes //= 2
+    return _whole_storage(tensor, nbytes), _index(shape, strides, offset)
+
+
+def _whole_storage(tensor: torch.Tensor, nbytes: int) -> DeviceArray:
+    """Return a storage as integers of so many bytes; what is over at its end is nobody's."""
     count = tensor.untyped_storage().nbytes() // nbytes
-    return shaped(handle_of(tensor), (count,), _BITS[nbytes]), _index(shape, strides, offset)
+    return shaped(handle_of(tensor), (count,), _BITS[nbytes])
 
 
 def _index(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> DeviceArray:
@@ -141,16 +195,20 @@ def _index(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Dev
 
 
 def _run(
-    key: tuple[object, ...], function: object, arrays: Sequence[DeviceArray]
+    key: tuple[object, ...],
+    function: Function,
+    arrays: Sequence[DeviceArray],
+    sizes: Sequence[Argument] = (),
 ) -> list[DeviceArray]:
+    """Run a kernel of our own on arrays, and on arguments that only have sizes."""
     arguments = [Argument(a.dtype, a.shape, _contiguous(a.shape)) for a in arrays]
-    sizes = tuple(min(2, size) for a in arrays for size in a.shape)
-    kernels = family((*key, sizes), str(key[0]), is_ours=True)
-    bound = kernels.bind(function, arguments, True)  # type: ignore[arg-type]
-    return invoke(bound, arrays)
+    arguments += sizes
+    kinds = tuple(min(2, size) for a in arguments for size in a.shape)
+    kernels = family((*key, kinds), str(key[0]), is_ours=True)
+    return invoke(kernels.bind(function, arguments, True), arrays)
 
 
-def invoke(bound: Bound, arrays: Sequence[DeviceArray]) -> list[DeviceArray]:
+def invoke(bound: Bound, arrays: Sequence[DeviceArray | None]) -> list[DeviceArray]:
     """Call a kernel; returns handles in the order of the call's results."""
     args = [
         index if shape is None else shaped(arrays[index], shape, arrays[index].dtype)

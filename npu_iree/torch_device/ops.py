@@ -1,12 +1,13 @@
 """Eager ops on "npu": each call finds its kernel by dtypes, shapes and constants, and is submitted.
 
 The way of a call that has been made before: its key is looked up, the handles of its tensors are
-put together, the kernel is submitted, and its results are wrapped. Nothing waits. A call that has no
-kernel runs as PyTorch's CPU kernel (`host`).
+put together, the kernel is submitted, and its results are wrapped. Nothing waits. A call that has
+no kernel runs as PyTorch's CPU kernel (`host`).
 """
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,17 +18,18 @@ import torch
 
 from lowering.eager import Argument
 from npu_iree.array import DeviceArray
-from npu_iree.torch_device.crossing import put_dense
 from npu_iree.torch_device.current import frames
 from npu_iree.torch_device.forms import FORMS, STATIC, Form
 from npu_iree.torch_device.host import run_on_host
 from npu_iree.torch_device.kernels import Bound, NoKernelError, family
-from npu_iree.torch_device.moves import invoke, order_for_writing, read, write
-from npu_iree.torch_device.storage import dense_order, dense_strides, new_tensor, resize
 from npu_iree.torch_device.launches import launched
+from npu_iree.torch_device.moves import invoke, order_for_writing, read, write
+from npu_iree.torch_device.put import put_dense
+from npu_iree.torch_device.storage import dense_order, dense_strides, new_tensor, resize
 
 OpOverload = torch._ops.OpOverload
 _NUMBERS = (float, int)
+_INDEXING = re.compile(r"aten\._?(unsafe_)?index")  # takes indices that are on the CPU, too
 _SCALARS: OrderedDict[tuple[str, torch.dtype], DeviceArray] = OrderedDict()
 _KEPT_SCALARS = 4096
 
@@ -167,7 +169,7 @@ class EagerOp:
             return "it draws from PyTorch's random generator, whose state is on the host"
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                if leaf.device.type != "npu" and leaf.dim():
+                if leaf.device.type != "npu" and leaf.dim() and not _INDEXING.match(str(self.op)):
                     _refuse_devices(leaves, self.op)
                 if leaf.layout is not torch.strided:
                     return f"no device buffer holds the layout {leaf.layout}"
@@ -204,7 +206,7 @@ class EagerOp:
 
         constants = _constants(template, named, leaves)
         key = (self.op, constants, tuple(_kind(a) for a in arguments), tuple(layouts))
-        is_dynamic = str(self.op).rpartition(".")[0].removesuffix("_") not in STATIC
+        is_dynamic = STATIC.match(str(self.op)) is None
         kernels = family(key, str(self.op))
         bound = kernels.bind(function, arguments, is_dynamic)
         if kept:
@@ -216,6 +218,7 @@ class EagerOp:
             natural = tuple(range(target.dim()))
             if tuple(target.shape) != output.shape and order_for_writing(target) != natural:
                 raise NoKernelError("what it is written to is resized, and not contiguous")
+        taken = [*zip(bound.takes, bound.stored, strict=True)]
         return _Ready(
             bound=bound,
             orders=tuple(
@@ -223,6 +226,10 @@ class EagerOp:
                 if isinstance(leaf, torch.Tensor)
                 else dtypes
                 for leaf in leaves
+            ),
+            is_read=tuple(
+                any(i == index and shape is not None for index, shape in taken)
+                for i in range(len(leaves))
             ),
             kept=result_kept,
             is_list=result_list,
@@ -239,6 +246,7 @@ class _Ready:
     bound: Bound | None = None
     reason: str = ""
     orders: tuple[Any, ...] = ()
+    is_read: tuple[bool, ...] = ()
     kept: tuple[bool, ...] = ()
     is_list: bool = False
     in_place: bool = False
@@ -250,12 +258,8 @@ class _Ready:
         bound = self.bound
         assert bound is not None
         arrays = [
-            (
-                (read(leaf, order) if leaf.device.type == "npu" else _scalar_tensor(leaf))
-                if isinstance(leaf, torch.Tensor)
-                else scalar(leaf, order[type(leaf)])
-            )
-            for leaf, order in zip(leaves, self.orders, strict=True)
+            _array(leaf, order) if is_read else None
+            for leaf, order, is_read in zip(leaves, self.orders, self.is_read, strict=True)
         ]
         results = launched(invoke(bound, arrays), frames())
         if self.in_place:
@@ -285,7 +289,7 @@ _SHAPES_OF_RESULTS: dict[tuple[Any, ...], tuple[tuple[bool, ...], bool]] = {}
 
 
 def functional_of(op: OpOverload) -> OpOverload | None:
-    """Return the overload that returns what an in-place or out overload writes; None: there is none."""
+    """Return the overload that returns what an in-place or out overload writes, or None."""
     name = op._schema.name.partition("::")[2]
     is_out = any(a.is_out for a in op._schema.arguments)
     packet = getattr(torch.ops.aten, name if is_out else name.removesuffix("_"), None)
@@ -316,8 +320,17 @@ def scalar(value: float, dtype: torch.dtype) -> DeviceArray:
     return array
 
 
-def _scalar_tensor(tensor: torch.Tensor) -> DeviceArray:
-    return put_dense(tensor.detach().clone(), "a CPU tensor of no dimension", is_ours=True)
+def _array(leaf: Any, order: Any) -> DeviceArray:
+    if not isinstance(leaf, torch.Tensor):
+        return scalar(leaf, order[type(leaf)])
+    return read(leaf, order) if leaf.device.type == "npu" else _put(leaf, order)
+
+
+def _put(tensor: torch.Tensor, order: tuple[int, ...] | None) -> DeviceArray:
+    stored = tensor.detach().permute(order or tuple(range(tensor.dim())))
+    return put_dense(
+        stored.clone(memory_format=torch.contiguous_format), "a CPU argument", is_ours=True
+    )
 
 
 def _filled(template: Any, tensors: Sequence[torch.Tensor]) -> Any:

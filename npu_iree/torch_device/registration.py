@@ -11,10 +11,12 @@ from npu_iree.device import open_device
 from npu_iree.errors import NpuIreeError
 from npu_iree.targets import Target
 from npu_iree.torch_device import module
+from npu_iree.torch_device.autocast import register_autocast
 from npu_iree.torch_device.current import CURRENT
 from npu_iree.torch_device.forms import WHOLE
+from npu_iree.torch_device.methods import register_methods
 from npu_iree.torch_device.ops import EagerOp
-from npu_iree.torch_device.tensors import OWN
+from npu_iree.torch_device.tensors import ON_CPU, OWN
 from npu_iree.versions import check_versions
 
 NAME = "npu"
@@ -71,6 +73,7 @@ def register_device(target: Target | str = "npu-local") -> torch.device:
         )
     _setup_privateuseone_for_python_backend(NAME, module, _Hooks(), _Guard())
     _register_ops()
+    register_methods()
     CURRENT.device = opened
     return torch.device(NAME)
 
@@ -97,7 +100,12 @@ def _register_ops() -> None:
         return found(*args, **kwargs)
 
     everything_else.fallback(fallback, _KEY)
-    _PARTS.extend((aten, everything_else))
+    for lazy in ("Conjugate", "Negative"):  # else PyTorch resolves them by a copy, and so for ever
+        aten.impl("_copy_from", torch.library.fallthrough_kernel, lazy)
+    cpu = torch.library.Library("aten", "IMPL")
+    for name, function in ON_CPU.items():
+        cpu.impl(name, function, "CPU")
+    _PARTS.extend((aten, everything_else, cpu, *register_autocast()))
 
 
 def _overloads() -> list[torch._ops.OpOverload]:

@@ -17,9 +17,10 @@ from iree.runtime import _binding as hal
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device
 from npu_iree.memory import ELEMENT_TYPES
-from npu_iree.timeline import NOW, Timepoint, Work, joined, new_fence
+from npu_iree.timeline import NOW, Timepoint
 from npu_iree.torch_device import account
 from npu_iree.torch_device.current import device
+from npu_iree.transfers import Transfer, is_watched, record
 
 aten = torch.ops.aten
 _new = torch._C._acc.create_empty_tensor
@@ -27,7 +28,6 @@ _set = aten.set_.source_Storage_storage_offset
 _META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
 _DEVICE_LOCAL = int(hal.MemoryType.DEVICE_LOCAL)
 _USAGE = int(hal.BufferUsage.DEFAULT)
-_COPY_WORK = Work("copy")
 
 
 def new_tensor(
@@ -99,20 +99,10 @@ def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]
 
 def shaped(array: DeviceArray, shape: tuple[int, ...], dtype: torch.dtype) -> DeviceArray:
     """Return the same bytes under another shape and dtype."""
-    if array.shape == shape and array.dtype is dtype:
+    if (array.shape == shape and array.dtype is dtype) or dtype not in ELEMENT_TYPES:
         return array
     view = hal.HalBufferView(array._view.get_buffer(), shape, int(ELEMENT_TYPES[dtype]))
     return DeviceArray(array.device, view, shape, dtype, array.ready)
-
-
-def dense_bytes(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray:
-    """Return the bytes of a dense tensor, in its memory order."""
-    array = handle_of(tensor)
-    offset, nbytes = tensor.storage_offset() * tensor.element_size(), tensor.nbytes
-    if offset:
-        array = copied_range(array, offset, nbytes)
-    shape = tuple(tensor.shape)
-    return shaped(array, tuple(shape[d] for d in order), tensor.dtype)
 
 
 def allocate(nbytes: int) -> DeviceArray:
@@ -127,53 +117,19 @@ def allocate(nbytes: int) -> DeviceArray:
     return _flat(target, buffer, nbytes, NOW, "empty")
 
 
-def copied_range(array: DeviceArray, start: int, nbytes: int) -> DeviceArray:
-    """Return a copy of some of an array's bytes; queued, not waited for."""
-    result = allocate(nbytes)
-    ready = _queue_copies([(array, start, 0, nbytes)], result)
-    return _flat(result.device, result._view.get_buffer(), nbytes, ready, "copy")
-
-
-def with_range(array: DeviceArray, start: int, part: DeviceArray) -> DeviceArray:
-    """Return a copy of an array in which the bytes from `start` on are those of another."""
-    result = allocate(array.nbytes)
-    end = start + part.nbytes
-    pieces = [
-        (array, 0, 0, start),
-        (part, 0, start, part.nbytes),
-        (array, end, end, array.nbytes - end),
-    ]
-    ready = _queue_copies(pieces, result)
-    return _flat(result.device, result._view.get_buffer(), array.nbytes, ready, "copy")
-
-
-def _queue_copies(
-    pieces: Sequence[tuple[DeviceArray, int, int, int]], result: DeviceArray
-) -> Timepoint:
-    target = result.device
-    commands = hal.HalCommandBuffer(target.hal, 0, True)
-    into = result._view.get_buffer()
-    for source, start, place, nbytes in pieces:
-        if nbytes:
-            commands.copy(source._view.get_buffer(), into, start, place, nbytes)
-    commands.end()
-    points = [source.ready for source, *_ in pieces]
-    if target._held:
-        points.append(target.start_point())
-    fence, ahead = joined(points)
-    signal = new_fence(target.hal)
-    target.hal.queue_execute(commands, fence, signal)
-    ready = Timepoint(signal, _COPY_WORK, ahead)
-    target.track(ready, result.nbytes)
-    return ready
-
-
 def _grown(old: DeviceArray | None, nbytes: int) -> DeviceArray:
+    """Return more memory with the bytes of some; rare enough to wait for these."""
     if old is None:
         return allocate(nbytes)
-    result = allocate(nbytes)
-    ready = _queue_copies([(old, 0, 0, old.nbytes)], result)
-    return _flat(result.device, result._view.get_buffer(), nbytes, ready, "resize")
+    account.reserve(nbytes)
+    target = old.device
+    if is_watched():
+        record(Transfer("wait", "wait", 0, old.ready.work.name, "a storage that grows"))
+    (host,) = target.fetch([old])
+    bytes_ = torch.zeros(nbytes, dtype=torch.uint8)
+    bytes_[: old.nbytes] = host.reshape(-1).view(torch.uint8)
+    view, ready = target.memory.put(bytes_, target.start_point(), "a storage that grows")
+    return account.keep(DeviceArray(target, view, (nbytes,), torch.uint8, ready), "resize")
 
 
 def _flat(target: Device, buffer: Any, nbytes: int, ready: Timepoint, name: str) -> DeviceArray:

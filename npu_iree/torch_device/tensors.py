@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from npu_iree.torch_device.crossing import on_host, put_dense
+from npu_iree.torch_device.fetch import on_host
 from npu_iree.torch_device.kernels import NoKernelError
 from npu_iree.torch_device.moves import convert, order_for_writing, write
-from npu_iree.torch_device.storage import dense_strides, handle_of, new_tensor, resize
+from npu_iree.torch_device.put import put_dense
+from npu_iree.torch_device.storage import dense_order, dense_strides, new_tensor, resize
 
 aten = torch.ops.aten
 _KEYS = torch._C.DispatchKeySet
@@ -52,17 +53,25 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
     if source.device.type != "npu":
         _put_into(source, target)
     elif target.device.type != "npu":
-        (host,) = on_host([source.resolve_conj().resolve_neg()], "the CPU")
-        target.copy_(host)
+        target.copy_(_host_value(source))
     else:
         _copy_within(source, target)
     return target
 
 
+def _host_value(tensor: Tensor) -> Tensor:
+    """Bring a tensor to the CPU, for reading, with what it holds lazily."""
+    (host,) = on_host([tensor], "the CPU")
+    host = torch._conj(host) if tensor.is_conj() else host
+    return torch._neg_view(host) if tensor.is_neg() else host
+
+
 def _put_into(source: Tensor, target: Tensor) -> None:
     order = order_for_writing(target)
-    value = source.detach().resolve_conj().resolve_neg().expand(target.shape)
-    ours = value.to(target.dtype)
+    value = source.detach().expand(target.shape).to(target.dtype)
+    value = value.conj() if target.is_conj() else value
+    value = value.neg() if target.is_neg() else value
+    ours = value.resolve_conj().resolve_neg()
     stored = ours.permute(order).contiguous()
     is_ours = stored.untyped_storage()._cdata != source.untyped_storage()._cdata
     write(target, put_dense(stored, "a CPU tensor", is_ours=is_ours), order)
@@ -70,15 +79,38 @@ def _put_into(source: Tensor, target: Tensor) -> None:
 
 def _copy_within(source: Tensor, target: Tensor) -> None:
     if source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg():
-        _put_into(source.cpu(), target)
+        _put_into(_host_value(source), target)
         return
     order = order_for_writing(target)
     try:
         array = convert(source.expand(target.shape), target.dtype, order)
     except NoKernelError:
-        _put_into(source.cpu(), target)
+        _put_into(_host_value(source), target)
         return
     write(target, array, order)
+
+
+def _to_copy(
+    source: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    """Copy to another dtype or device; PyTorch's own would ask for pinned memory to copy to."""
+    shape = tuple(source.shape)
+    strides = source.stride()
+    if memory_format not in (None, torch.preserve_format) or dense_order(shape, strides) is None:
+        like = torch.empty_strided(shape, strides, device="meta")
+        strides = torch.empty_like(
+            like, memory_format=memory_format or torch.preserve_format
+        ).stride()
+    place = device if device is not None else source.device
+    target = torch.empty_strided(shape, strides, dtype=dtype or source.dtype, device=place)
+    return target.copy_(source)
 
 
 def _copy_from_and_resize(source: Tensor, target: Tensor) -> Tensor:
@@ -100,13 +132,16 @@ def _resize(
 
 
 def _item(tensor: Tensor) -> Any:
-    (host,) = on_host([tensor], "a Python number")
-    return host.item()
+    return _host_value(tensor).item()
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    host = on_host([one, other], "aten.equal")
-    return torch.equal(*host)
+    if one.device != other.device:
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{one.device} and {other.device}! (when checking the arguments of aten.equal)"
+        )
+    return torch.equal(_host_value(one), _host_value(other))
 
 
 def _is_set_to(one: Tensor, other: Tensor) -> bool:
@@ -157,6 +192,19 @@ def _native_batch_norm(
     return y, save_mean, save_var
 
 
+def _native_batch_norm_legit(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    return _native_batch_norm(x, weight, bias, mean, var, training, momentum, eps)
+
+
 def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     """Drop elements; which, PyTorch's generator says, which is on the host."""
     if train is False or p == 0:
@@ -185,6 +233,7 @@ OWN: dict[str, Callable[..., Any]] = {
     "empty.memory_format": _empty,
     "empty_strided": _empty_strided,
     "resize_": _resize,
+    "_to_copy": _to_copy,
     "_copy_from": _copy_from,
     "_copy_from_and_resize": _copy_from_and_resize,
     "_local_scalar_dense": _item,
@@ -201,6 +250,7 @@ OWN: dict[str, Callable[..., Any]] = {
     "set_.source_Tensor": _set(aten.set_.source_Tensor),
     "set_": _set(aten.set_.default),
     "native_batch_norm": _native_batch_norm,
+    "_native_batch_norm_legit": _native_batch_norm_legit,
     "native_dropout": _native_dropout,
     "_fused_sdp_choice": _choose_attention,
     "normal_": _draw(aten.normal_.default),
@@ -215,4 +265,15 @@ OWN: dict[str, Callable[..., Any]] = {
     "cauchy_": _draw(aten.cauchy_.default),
 }
 
-__all__ = ["OWN", "handle_of"]
+
+def _pin_memory(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return a copy: memory of the CPU is as good for the device wherever it is."""
+    return tensor.clone()
+
+
+def _is_pinned(tensor: Tensor, device: torch.device | None = None) -> bool:
+    return False
+
+
+# PyTorch asks the accelerator of the process for these, in C++.
+ON_CPU: dict[str, Callable[..., Any]] = {"_pin_memory": _pin_memory, "is_pinned": _is_pinned}

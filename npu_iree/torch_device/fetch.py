@@ -1,4 +1,4 @@
-"""The border of "npu": CPU tensors go in by a copy that is taken now, bytes come out behind one wait."""
+"""The border of "npu", outwards: bytes come out in one batch, behind one wait."""
 
 from __future__ import annotations
 
@@ -7,49 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from npu_iree.array import DeviceArray
-from npu_iree.device import dense_copy, why_not_in_place
-from npu_iree.torch_device import account
 from npu_iree.torch_device.current import device, user_line
-from npu_iree.torch_device.storage import (
-    copied_range,
-    dense_order,
-    dense_strides,
-    handle_of,
-    new_tensor,
-)
+from npu_iree.torch_device.moves import read
+from npu_iree.torch_device.storage import dense_order, handle_of
 from npu_iree.transfers import Transfer, is_watched, record
 
 _FETCH_WHOLE = 1 << 16  # bytes: so little of a storage is fetched as a whole
-
-
-def put_dense(tensor: torch.Tensor, name: str, *, is_ours: bool = False) -> DeviceArray:
-    """Give the device a dense CPU tensor; returns at once, the bytes are taken now.
-
-    Args:
-        tensor: contiguous.
-        name: what it is, for ledger and errors.
-        is_ours: nobody else holds its memory, so where memory is unified it is used in place.
-    """
-    target = device()
-    account.reserve(tensor.nbytes)
-    problem = why_not_in_place(tensor, target.target.alignment_bytes)
-    in_place = is_ours and not problem
-    if is_watched():
-        mode = target.crossing_mode if in_place else "staged"
-        record(Transfer("h2d", mode, tensor.nbytes, name, "npu:0", user_line()))
-    stored = tensor.detach() if in_place else dense_copy(tensor)
-    view, ready = target.memory.put(stored, target.start_point(), name)
-    array = DeviceArray(target, view, tuple(stored.shape), stored.dtype, ready)
-    return account.keep(array, name)
-
-
-def to_device(tensor: torch.Tensor, name: str, *, is_ours: bool = False) -> torch.Tensor:
-    """Copy a CPU tensor to a new tensor on the device, in the same memory order."""
-    shape = tuple(tensor.shape)
-    order = dense_order(shape, tensor.stride()) or tuple(range(len(shape)))
-    stored = tensor.resolve_conj().resolve_neg().permute(order).contiguous()
-    array = put_dense(stored, name, is_ours=is_ours or stored.data_ptr() != tensor.data_ptr())
-    return new_tensor(shape, dense_strides(shape, order), tensor.dtype, array)
 
 
 def on_host(tensors: Sequence[torch.Tensor], reader: str, reason: str = "") -> list[torch.Tensor]:
@@ -89,7 +52,7 @@ def _piece(tensor: torch.Tensor) -> tuple[DeviceArray, int]:
     is_dense = dense_order(tuple(tensor.shape), tensor.stride()) is not None
     if not is_dense or array.nbytes <= max(_FETCH_WHOLE, 2 * tensor.nbytes):
         return array, offset
-    return copied_range(array, offset * tensor.element_size(), tensor.nbytes), 0
+    return read(tensor), 0
 
 
 def _strided(flat: torch.Tensor, tensor: torch.Tensor, offset: int) -> torch.Tensor:
