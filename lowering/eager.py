@@ -194,7 +194,7 @@ def _trace(
 def _fake(mode: FakeTensorMode, index: int, argument: Argument, is_dynamic: bool) -> torch.Tensor:
     real = torch.empty_strided(argument.shape, argument.strides, dtype=argument.dtype)
     kind = DimDynamic.DYNAMIC if is_dynamic else DimDynamic.STATIC
-    context = StatelessSymbolicContext(dynamic_sizes=[kind] * real.dim())
+    context: Any = StatelessSymbolicContext(dynamic_sizes=[kind] * real.dim())
     source = ConstantSource(f"argument{index}")
     return mode.from_tensor(real, symbolic_context=context, source=source)
 
@@ -237,7 +237,7 @@ def _symbol(size: int | torch.SymInt) -> str | int:
 def expression_of(value: Any) -> str:
     """Write a number, symbolic or not, as an expression for `value_of`."""
     node = getattr(value, "node", None)
-    return _PRINTER.doprint(value if node is None else node.expr)
+    return str(_PRINTER.doprint(value if node is None else node.expr))
 
 
 _NAMES: dict[str, Any] = {

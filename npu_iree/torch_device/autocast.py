@@ -10,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 _KEY = "AutocastPrivateUse1"
 _NAME = "npu"
-_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+_KEYS = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEY))
 
 # As on PyTorch's other devices: products in the lower precision,
 LOWER = (
@@ -82,13 +82,13 @@ FULL = (
 
 def register_autocast() -> list[torch.library.Library]:
     """Register the casts; they last as long as what is returned."""
-    others = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
-    others.fallback(torch.library.fallthrough_kernel, _KEY)  # type: ignore[no-untyped-call]
-    aten = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    library: Any = torch.library.Library
+    others, aten = library("_", "IMPL"), library("aten", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, _KEY)
     for name in LOWER:
-        aten.impl(name, _cast(name, is_lower=True), _KEY)  # type: ignore[no-untyped-call]
+        aten.impl(name, _cast(name, is_lower=True), _KEY)
     for name in FULL:
-        aten.impl(name, _cast(name, is_lower=False), _KEY)  # type: ignore[no-untyped-call]
+        aten.impl(name, _cast(name, is_lower=False), _KEY)
     return [others, aten]
 
 

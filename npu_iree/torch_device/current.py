@@ -57,7 +57,7 @@ Place = tuple[tuple[CodeType, int], ...]
 
 def frames(depth: int = 12) -> Place:
     """Return where we were called from, innermost first: as cheap as it can be told later."""
-    found = []
+    found: list[tuple[CodeType, int]] = []
     frame = sys._getframe(2)
     while frame is not None and len(found) < depth:
         found.append((frame.f_code, frame.f_lasti))

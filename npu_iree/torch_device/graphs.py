@@ -6,12 +6,13 @@ the edge knows: which inputs are handles, and which results stay handles.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lowering.capture import CapturedGraph, attribute
 from lowering.nodes import draws_random_numbers, view_root
@@ -19,7 +20,6 @@ from lowering.region import memory_order
 from npu_iree.array import DeviceArray
 from npu_iree.errors import OptionError
 from npu_iree.options import Options
-from npu_iree.runner import Runner
 from npu_iree.torch_device import account
 from npu_iree.torch_device.current import device
 from npu_iree.torch_device.moves import read_in_order
@@ -78,14 +78,17 @@ def make_device_free(graph_module: fx.GraphModule) -> None:
     """
     graph = graph_module.graph
     for node in list(graph.nodes):
-        if node.op == "get_attr" and is_on_npu(value := _value(graph_module, node)):
-            setattr(graph_module, str(node.target), value.cpu())
+        if node.op == "get_attr":
+            value = attribute(graph_module, str(node.target))
+            if isinstance(value, torch.Tensor) and is_on_npu(value):
+                with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
+                    setattr(graph_module, str(node.target), value.cpu())
         if node.op != "call_function":
             continue
         if node.target is torch.ops.prims.device_put.default:
             node.target, node.args, node.kwargs = aten.clone.default, (node.args[0],), {}
-        node.args = fx.node.map_aggregate(node.args, _off_npu)  # type: ignore[assignment]
-        node.kwargs = fx.node.map_aggregate(node.kwargs, _off_npu)  # type: ignore[assignment]
+        node.args = fx.node.map_aggregate(node.args, _off_npu)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, _off_npu)
         if draws_random_numbers(node):
             _read_no_bytes(graph, node)
     graph_module.recompile()
@@ -93,10 +96,6 @@ def make_device_free(graph_module: fx.GraphModule) -> None:
 
 def _off_npu(value: Any) -> Any:
     return _CPU if isinstance(value, torch.device) and value.type == _NAME else value
-
-
-def _value(graph_module: fx.GraphModule, node: fx.Node) -> object:
-    return attribute(graph_module, str(node.target))
 
 
 # They ask their argument for its sizes and dtype alone.
@@ -146,7 +145,8 @@ def split_views(graph_module: fx.GraphModule) -> dict[int, View]:
         if isinstance(node, fx.Node) and view_root(node) is node:
             first.setdefault(node, i)
     for i, node in enumerate(results):
-        if not isinstance(node, fx.Node) or not is_on_npu(value := node.meta.get("val")):
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if not isinstance(value, torch.Tensor) or not is_on_npu(value):
             continue
         base = first.get(view_root(node))
         is_static = all(
@@ -172,7 +172,9 @@ def placed(captured: CapturedGraph) -> CapturedGraph:
 class HandleRunner:
     """A runner for "npu" tensors: takes the handles out of them, and puts results into new ones."""
 
-    def __init__(self, runner: Runner, captured: CapturedGraph, views: dict[int, View]) -> None:
+    def __init__(
+        self, runner: Callable[..., Sequence[Any]], captured: CapturedGraph, views: dict[int, View]
+    ) -> None:
         self._runner = runner
         self._views = views
         self._orders = [

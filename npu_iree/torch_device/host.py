@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,10 +13,12 @@ from torch.utils import _pytree as pytree
 from lowering.errors import HostOp, UnsupportedOpError
 from npu_iree.torch_device.current import CURRENT, device, user_line
 from npu_iree.torch_device.fetch import on_host
+from npu_iree.torch_device.moves import order_for_writing, write
 from npu_iree.torch_device.put import put_dense, to_device
-from npu_iree.torch_device.storage import resize, set_handle
+from npu_iree.torch_device.storage import new_tensor, resize
 
 log = logging.getLogger(__name__)
+_CPU = torch.device("cpu")
 
 
 def run_on_host(
@@ -35,25 +37,40 @@ def run_on_host(
     """
     if reason:
         _tell(op, reason)
-    written = _written(op, args, kwargs)
+    outs = _given(op, args, kwargs, lambda argument: argument.is_out)
+    written = _given(op, args, kwargs, _is_written)
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     npu = [i for i, leaf in enumerate(leaves) if _is_npu(leaf)]
-    inputs = [leaves[i] for i in npu]
-    host = _copies(op, inputs, written)
-    for i, tensor in zip(npu, host, strict=True):
-        leaves[i] = tensor
-    cpu = torch.device("cpu")
-    leaves = [cpu if isinstance(leaf, torch.device) else leaf for leaf in leaves]
+    inputs = [leaves[i] for i in npu if id(leaves[i]) not in outs]
+    host = dict(zip(map(id, inputs), _copies(op, inputs, written), strict=True))
+    host |= {key: _blank(out) for key, out in outs.items() if _is_npu(out)}
+    given = {id(host[id(leaves[i])]): leaves[i] for i in npu}
+    before = {key: (copy.shape, copy.stride()) for key, copy in host.items()}
+    for i in npu:
+        leaves[i] = host[id(leaves[i])]
+    leaves = [_CPU if isinstance(leaf, torch.device) else leaf for leaf in leaves]
     host_args, host_kwargs = pytree.tree_unflatten(leaves, spec)
-    before = {id(t): (t.shape, t.stride()) for t in host}
     result = op(*host_args, **host_kwargs)
-    for tensor, copy in zip(inputs, host, strict=True):
-        if id(tensor) in written:
-            _write_back(tensor, copy, before[id(copy)])
-    given = {id(copy): tensor for tensor, copy in zip(inputs, host, strict=True)}
+    for tensor in (*outs.values(), *written.values()):
+        if _is_npu(tensor):
+            copy = host[id(tensor)]
+            if (copy.shape, copy.stride()) != before[id(tensor)]:
+                resize(tensor, tuple(copy.shape), copy.stride())
+            _write_back(tensor, copy)
     return pytree.tree_map_only(
         torch.Tensor, lambda t: given[id(t)] if id(t) in given else _put(t, op), result
     )
+
+
+def _blank(out: torch.Tensor) -> torch.Tensor:
+    """Return a CPU tensor to be written to: what was in memory is of no interest."""
+    return torch.empty_strided(out.shape, out.stride(), dtype=out.dtype)
+
+
+def _write_back(tensor: torch.Tensor, copy: torch.Tensor) -> None:
+    order = order_for_writing(tensor)
+    stored = copy.resolve_conj().resolve_neg().permute(order).contiguous()
+    write(tensor, put_dense(stored, "a result of the host", is_ours=True), order)
 
 
 def _tell(op: torch._ops.OpOverload, reason: str) -> None:
@@ -73,13 +90,21 @@ def _tell(op: torch._ops.OpOverload, reason: str) -> None:
         log.warning("%s runs on the host: %s\n      at %s", name, reason, user_line())
 
 
-def _written(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+def _is_written(argument: Any) -> bool:
+    info = argument.alias_info
+    return info is not None and info.is_write and not argument.is_out
+
+
+def _given(
+    op: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    is_wanted: Callable[[Any], bool],
 ) -> dict[int, torch.Tensor]:
-    """Return the tensors that an op writes to, by their identity."""
+    """Return the tensors that were given for some arguments of an op, by their identity."""
     found: list[Any] = []
     for i, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
+        if is_wanted(argument):
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             found += value if isinstance(value, (list, tuple)) else [value]
     return {id(t): t for t in found if isinstance(t, torch.Tensor)}
@@ -111,24 +136,11 @@ def _copies(
 
 
 def _everything(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's whole storage, as bytes."""
-    count = tensor.untyped_storage().nbytes()
-    return bytes_view(tensor, count)
-
-
-def bytes_view(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the first bytes of a tensor's storage as a tensor on "npu"."""
-    empty = torch._C._acc.create_empty_tensor((0,), torch.uint8)
-    resize(empty, (count,), (1,), tensor.untyped_storage())
+    """Return a tensor's whole storage as bytes, on "npu"."""
+    storage = tensor.untyped_storage()
+    empty = new_tensor((0,), (1,), torch.uint8)
+    resize(empty, (storage.nbytes(),), (1,), storage)
     return empty
-
-
-def _write_back(tensor: torch.Tensor, copy: torch.Tensor, before: tuple[Any, Any]) -> None:
-    if (copy.shape, copy.stride()) != before:
-        resize(tensor, tuple(copy.shape), copy.stride())
-    storage = copy.untyped_storage()
-    flat = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
-    set_handle(tensor, put_dense(flat, "a result of the host", is_ours=True))
 
 
 def _put(tensor: torch.Tensor, op: torch._ops.OpOverload) -> torch.Tensor:

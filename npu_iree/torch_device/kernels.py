@@ -87,14 +87,15 @@ class Kernel:
             (positions.get(node), spec, _expression(spec, node.meta["val"]))
             for node, spec in zip(region.inputs, region.signature.inputs, strict=True)
         ]
-        self._order = tuple(region.outputs.index(o) for o in graph.captured.outputs)  # type: ignore[arg-type]
+        self._order = tuple(region.outputs.index(o) for o in graph.captured.outputs)
 
     def bind(self, arguments: Sequence[Argument]) -> Bound | None:
         """Return the kernel for these arguments, or None if it is not for their shapes."""
         sizes = self.graph.bind([a.shape for a in arguments])
         if sizes is None:
             return None
-        takes, stored = [], []
+        takes: list[Any] = []
+        stored: list[tuple[int, ...] | None] = []
         for position, spec, expression in self._takes:
             if isinstance(spec, TensorSpec) and position is not None:
                 takes.append(position)

@@ -19,7 +19,7 @@ class Launch(Work):
     place: Place
 
     @property
-    def ops(self) -> tuple[str, ...]:  # type: ignore[override]
+    def ops(self) -> tuple[str, ...]:
         """The op at the user's line, then the Python stack that launched it."""
         stack = stack_of(self.place)
         first = f"{self.name} at {line_of(self.place)}"

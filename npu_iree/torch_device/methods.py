@@ -30,6 +30,8 @@ def register_methods() -> None:
     storage.to = _move_instead(storage.to)
     storage.npu = _to_npu
     storage.is_npu = property(lambda self: self.device.type == _NAME)
+    module_class: Any = torch.nn.Module
+    module_class._apply = _keep_parameters(module_class._apply)
     tensor: Any = torch.Tensor
     tensor.__dlpack__ = _from_cpu(tensor.__dlpack__)
     tensor.__dlpack_device__ = _cpu_instead(tensor.__dlpack_device__)
@@ -73,7 +75,7 @@ def _fetch_instead(cpu: Callable[..., Any]) -> Callable[..., Any]:
 
 def _reduce_instead(reduce: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(reduce)
-    def reduced(self: torch.TypedStorage) -> Any:
+    def reduced(self: Any) -> Any:
         if self._untyped_storage.device.type != _NAME:
             return reduce(self)
         return _typed_on_npu, (_typed(self._untyped_storage.cpu(), self.dtype),)
@@ -81,18 +83,19 @@ def _reduce_instead(reduce: Callable[..., Any]) -> Callable[..., Any]:
     return reduced
 
 
-def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
+    kind: Any = torch.TypedStorage
+    return kind(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
-def _typed_on_npu(storage: torch.TypedStorage) -> torch.TypedStorage:
+def _typed_on_npu(storage: torch.TypedStorage) -> Any:
     """Copy a storage to "npu": what an unpickled one is."""
     return _typed(_to_npu(storage._untyped_storage), storage.dtype)
 
 
 def _move_instead(to: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(to)
-    def moved(self: torch.UntypedStorage, *, device: Any, non_blocking: bool = False) -> Any:
+    def moved(self: Any, *, device: Any, non_blocking: bool = False) -> Any:
         kind = torch.device(device).type
         if self.device.type != _NAME and kind != _NAME:
             return to(self, device=device, non_blocking=non_blocking)
@@ -116,6 +119,34 @@ def _to_npu(
         return self
     flat = torch.empty(0, dtype=torch.uint8).set_(self, 0, (self.nbytes(),), (1,))
     return flat.to(_NAME).untyped_storage()
+
+
+def _keep_parameters(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `module.to("npu")` keep the parameter objects: tied ones stay tied, optimizers know them.
+
+    PyTorch gives a parameter other memory in place only between devices on a list of its own; on
+    others a module gets new parameters, unless it is told to swap them.
+    """
+
+    @functools.wraps(apply)
+    def applied(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        first = next((p.detach() for p in self.parameters(recurse)), None)
+        future = torch.__future__
+        if first is None or future.get_swap_module_params_on_conversion():
+            return apply(self, fn, recurse)
+        result = fn(torch.empty(0, dtype=first.dtype, device=first.device))
+        if first.device.type == result.device.type or _NAME not in (
+            first.device.type,
+            result.device.type,
+        ):
+            return apply(self, fn, recurse)
+        future.set_swap_module_params_on_conversion(True)
+        try:
+            return apply(self, fn, recurse)
+        finally:
+            future.set_swap_module_params_on_conversion(False)
+
+    return applied
 
 
 def _from_cpu(method: Callable[..., Any]) -> Callable[..., Any]:

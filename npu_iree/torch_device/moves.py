@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -205,15 +206,21 @@ def _run(
     arguments += sizes
     kinds = tuple(min(2, size) for a in arguments for size in a.shape)
     kernels = family((*key, kinds), str(key[0]), is_ours=True)
-    return invoke(kernels.bind(function, arguments, True), arrays)
-
-
-def invoke(bound: Bound, arrays: Sequence[DeviceArray | None]) -> list[DeviceArray]:
-    """Call a kernel; returns handles in the order of the call's results."""
+    bound = kernels.bind(function, arguments, True)
     args = [
-        index if shape is None else shaped(arrays[index], shape, arrays[index].dtype)
-        for index, shape in zip(bound.takes, bound.stored, strict=True)
+        taken if shape is None else shaped(arrays[taken], shape, arrays[taken].dtype)
+        for taken, shape in zip(bound.takes, bound.stored, strict=True)
     ]
+    return invoke(bound, args)
+
+
+def invoke(bound: Bound, args: Sequence[Any]) -> list[DeviceArray]:
+    """Call a kernel; returns handles in the order of the call's results.
+
+    Args:
+        bound: the kernel.
+        args: what it takes, in its order: handles in their shapes in memory, and numbers.
+    """
     if account.ACCOUNT.limit is not None:
         account.reserve(sum(o.nbytes for o in bound.outputs))
     results = bound.function(*args)

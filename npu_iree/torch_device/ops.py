@@ -7,9 +7,10 @@ no kernel runs as PyTorch's CPU kernel (`host`).
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,10 +26,16 @@ from npu_iree.torch_device.kernels import Bound, NoKernelError, family
 from npu_iree.torch_device.launches import launched
 from npu_iree.torch_device.moves import invoke, order_for_writing, read, write
 from npu_iree.torch_device.put import put_dense
-from npu_iree.torch_device.storage import dense_order, dense_strides, new_tensor, resize
+from npu_iree.torch_device.storage import (
+    dense_order,
+    dense_strides,
+    handle_of,
+    new_tensor,
+    resize,
+    shaped,
+)
 
 OpOverload = torch._ops.OpOverload
-_NUMBERS = (float, int)
 _INDEXING = re.compile(r"aten\._?(unsafe_)?index")  # takes indices that are on the CPU, too
 _SCALARS: OrderedDict[tuple[str, torch.dtype], DeviceArray] = OrderedDict()
 _KEPT_SCALARS = 4096
@@ -41,38 +48,37 @@ class _Leaf:
     index: int
 
 
-class _Call:
-    """The tensors of a call, the numbers that travel as tensors, and the rest as a key."""
-
-    __slots__ = ("key", "leaves")
-
-    def __init__(self) -> None:
-        self.key: list[Any] = []
-        self.leaves: list[Any] = []
-
-    def take(self, value: Any, is_number: bool) -> Any:
-        """Take one argument; returns it with `_Leaf` in the place of tensors."""
-        if isinstance(value, torch.Tensor):
-            self.key.append(value.dtype)
-            self.key.append(value.shape)
-            self.key.append(value.stride())
-            self.key.append(value.storage_offset())
-            self.leaves.append(value)
-            return _Leaf(len(self.leaves) - 1)
-        kind = type(value)
-        self.key.append(kind)
-        if is_number and kind in _NUMBERS and _fits(value):
-            self.leaves.append(value)
-            return _Leaf(len(self.leaves) - 1)
-        if kind is list or kind is tuple:
-            self.key.append(len(value))
-            return [self.take(v, False) for v in value]
-        self.key.append(value if kind is not float else repr(value))
-        return value
+def _scan(value: Any, is_number: bool, key: list[Any], leaves: list[Any]) -> None:
+    """Take one argument apart: tensors, and numbers that travel as such, are leaves."""
+    if isinstance(value, torch.Tensor):
+        key += (value.dtype, value.shape, value.stride(), value.storage_offset())
+        leaves.append(value)
+        return
+    kind = type(value)
+    key.append(kind)
+    if kind is list or kind is tuple:
+        key.append(len(value))
+        for item in value:
+            _scan(item, False, key, leaves)
+    elif is_number and _travels(value):
+        leaves.append(value)
+    else:
+        key.append(value if kind is not float else repr(value))
 
 
-def _fits(value: float) -> bool:
-    return type(value) is float or -(1 << 63) <= value < 1 << 63
+def _template(value: Any, is_number: bool, count: Iterator[int]) -> Any:
+    """Return an argument with `_Leaf` in the place of its leaves, numbered as `_scan` does."""
+    if isinstance(value, torch.Tensor):
+        return _Leaf(next(count))
+    if isinstance(value, (list, tuple)):
+        return [_template(item, False, count) for item in value]
+    return _Leaf(next(count)) if is_number and _travels(value) else value
+
+
+def _travels(value: Any) -> bool:
+    """Say whether a number can be a tensor of no dimension."""
+    kind = type(value)
+    return kind is float or (kind is int and -(1 << 63) <= value < 1 << 63)
 
 
 class EagerOp:
@@ -117,54 +123,43 @@ class EagerOp:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call."""
-        call, is_number = _Call(), self._is_number
-        template = [call.take(v, is_number[n]) for v, n in zip(args, self._names, strict=False)]
-        named = {}
+        key: list[Any] = []
+        leaves: list[Any] = []
+        is_number, outs = self._is_number, self._outs
+        for name, value in zip(self._names, args, strict=False):
+            _scan(value, is_number[name], key, leaves)
         for name, value in kwargs.items():
-            if name in self._outs:
-                continue
-            call.key.append(name)
-            named[name] = call.take(value, is_number[name])
-        for name in self._outs:
-            out = kwargs.get(name)
-            call.key += [out.dtype, out.shape, out.stride()] if out is not None else [None]
-        key = tuple(call.key)
+            key.append(name)
+            if name in outs:
+                key += (value.dtype, value.shape, value.stride(), value.storage_offset())
+            else:
+                _scan(value, is_number[name], key, leaves)
         try:
-            ready = self._calls.get(key)
+            ready = self._calls.get(tuple(key))
         except TypeError:  # a constant without a hash
-            return run_on_host(
-                self.op, args, kwargs, "it has an argument that cannot be a constant"
-            )
+            return run_on_host(self.op, args, kwargs, "an argument of it cannot be a constant")
         if ready is None:
-            ready = self._prepare(call.leaves, template, named, args, kwargs)
-            self._calls[key] = ready
+            ready = self._calls[tuple(key)] = self._prepare(leaves, args, kwargs)
         if ready.bound is None:
             return run_on_host(self.op, args, kwargs, ready.reason)
-        return ready.run(call.leaves, args, [kwargs[n] for n in self._outs])
+        return ready.run(leaves, args, [kwargs[name] for name in outs])
 
     def _prepare(
-        self,
-        leaves: Sequence[Any],
-        template: Sequence[Any],
-        named: Mapping[str, Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, leaves: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> _Ready:
         """Find or make the kernel of a call that is made for the first time."""
         if self._functional is None:
             return _Ready(reason=_no_kernel(self.op))
-        if reason := self._why_host(leaves, args, kwargs):
+        if reason := self._why_host(leaves):
             return _Ready(reason=reason)
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return _Ready(reason="")  # it is made from nothing: nothing is lost
         try:
-            return self._bind(leaves, template, named, args, kwargs)
+            return self._bind(leaves, args, kwargs)
         except NoKernelError as error:
             return _Ready(reason=str(error))
 
-    def _why_host(
-        self, leaves: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> str:
+    def _why_host(self, leaves: Sequence[Any]) -> str:
         if torch.Tag.nondeterministic_seeded in self.op.tags:
             return "it draws from PyTorch's random generator, whose state is on the host"
         for leaf in leaves:
@@ -178,11 +173,19 @@ class EagerOp:
     def _bind(
         self,
         leaves: Sequence[Any],
-        template: Sequence[Any],
-        named: Mapping[str, Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> _Ready:
+        count, is_number = itertools.count(), self._is_number
+        template = [
+            _template(value, is_number[name], count)
+            for name, value in zip(self._names, args, strict=False)
+        ]
+        named = {
+            name: _template(value, is_number[name], count)
+            for name, value in kwargs.items()
+            if name not in self._outs
+        }
         dtypes = _number_dtypes(leaves)
         arguments = [_argument(leaf, dtypes) for leaf in leaves]
         targets = [args[0]] if self._is_in_place else [kwargs[n] for n in self._outs]
@@ -218,18 +221,11 @@ class EagerOp:
             natural = tuple(range(target.dim()))
             if tuple(target.shape) != output.shape and order_for_writing(target) != natural:
                 raise NoKernelError("what it is written to is resized, and not contiguous")
-        taken = [*zip(bound.takes, bound.stored, strict=True)]
         return _Ready(
             bound=bound,
-            orders=tuple(
-                dense_order(tuple(leaf.shape), leaf.stride())
-                if isinstance(leaf, torch.Tensor)
-                else dtypes
-                for leaf in leaves
-            ),
-            is_read=tuple(
-                any(i == index and shape is not None for index, shape in taken)
-                for i in range(len(leaves))
+            sources=tuple(
+                _source(taken, stored, leaves, dtypes)
+                for taken, stored in zip(bound.takes, bound.stored, strict=True)
             ),
             kept=result_kept,
             is_list=result_list,
@@ -245,8 +241,7 @@ class _Ready:
 
     bound: Bound | None = None
     reason: str = ""
-    orders: tuple[Any, ...] = ()
-    is_read: tuple[bool, ...] = ()
+    sources: tuple[_Source, ...] = ()
     kept: tuple[bool, ...] = ()
     is_list: bool = False
     in_place: bool = False
@@ -257,11 +252,7 @@ class _Ready:
         """Submit the call."""
         bound = self.bound
         assert bound is not None
-        arrays = [
-            _array(leaf, order) if is_read else None
-            for leaf, order, is_read in zip(leaves, self.orders, self.is_read, strict=True)
-        ]
-        results = launched(invoke(bound, arrays), frames())
+        results = launched(invoke(bound, [_take(s, leaves) for s in self.sources]), frames())
         if self.in_place:
             write(args[0], results[0], self.write_orders[0])
             return args[0]
@@ -320,10 +311,42 @@ def scalar(value: float, dtype: torch.dtype) -> DeviceArray:
     return array
 
 
-def _array(leaf: Any, order: Any) -> DeviceArray:
+_DIRECT, _READ, _PUT, _NUMBER, _VALUE = range(5)
+# How one argument of a kernel is found: the way, the leaf, its shape in memory, its dtype or value.
+_Source = tuple[int, int, tuple[int, ...], Any]
+
+
+def _source(
+    taken: Any,
+    stored: tuple[int, ...] | None,
+    leaves: Sequence[Any],
+    dtypes: Mapping[type, torch.dtype],
+) -> _Source:
+    """Decide how an argument of a kernel is found in the calls of one key."""
+    if stored is None:
+        return _VALUE, 0, (), taken
+    leaf = leaves[taken]
     if not isinstance(leaf, torch.Tensor):
-        return scalar(leaf, order[type(leaf)])
-    return read(leaf, order) if leaf.device.type == "npu" else _put(leaf, order)
+        return _NUMBER, taken, (), dtypes[type(leaf)]
+    if leaf.device.type != "npu":
+        return _PUT, taken, stored, dense_order(tuple(leaf.shape), leaf.stride())
+    is_dense = dense_order(tuple(leaf.shape), leaf.stride()) is not None
+    way = _DIRECT if is_dense and not leaf.storage_offset() else _READ
+    return way, taken, stored, leaf.dtype
+
+
+def _take(source: _Source, leaves: Sequence[Any]) -> Any:
+    """Return an argument of a kernel: a handle, or a number that it takes by value."""
+    way, index, shape, known = source
+    if way == _DIRECT:
+        return shaped(handle_of(leaves[index]), shape, known)
+    if way == _NUMBER:
+        return scalar(leaves[index], known)
+    if way == _VALUE:
+        return known
+    if way == _PUT:
+        return _put(leaves[index], known)
+    return shaped(read(leaves[index]), shape, known)
 
 
 def _put(tensor: torch.Tensor, order: tuple[int, ...] | None) -> DeviceArray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -79,42 +80,36 @@ def register_device(target: Target | str = "npu-local") -> torch.device:
 
 
 def _register_ops() -> None:
-    aten = torch.library.Library("aten", "IMPL")
+    library: Any = torch.library.Library
+    aten, cpu, others = library("aten", "IMPL"), library("aten", "IMPL"), library("_", "IMPL")
     for name, function in OWN.items():
         aten.impl(name, function, _KEY)
-    for op in _overloads():
-        name = op._schema.name.partition("::")[2]
-        full = f"{name}.{op._overloadname}" if op._overloadname != "default" else name
+    for name, op in _overloads():
         makes_out = torch._C._dispatch_has_kernel_for_dispatch_key(
-            op.name(), "CompositeExplicitAutogradNonFunctional"
+            f"aten::{name}", "CompositeExplicitAutogradNonFunctional"
         )
-        if full not in OWN and (makes_out or full in WHOLE):
-            aten.impl(full, EagerOp(op), _KEY)
-    everything_else = torch.library.Library("_", "IMPL")
-    others: dict[Any, EagerOp] = {}
+        if name not in OWN and (makes_out or name in WHOLE):
+            aten.impl(name, EagerOp(op), _KEY)
+    found: dict[Any, EagerOp] = {}
 
     def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
-        found = others.get(op)
-        if found is None:
-            found = others[op] = EagerOp(op)
-        return found(*args, **kwargs)
+        if op not in found:
+            found[op] = EagerOp(op)
+        return found[op](*args, **kwargs)
 
-    everything_else.fallback(fallback, _KEY)
+    others.fallback(fallback, _KEY)
     for lazy in ("Conjugate", "Negative"):  # else PyTorch resolves them by a copy, and so for ever
         aten.impl("_copy_from", torch.library.fallthrough_kernel, lazy)
-    cpu = torch.library.Library("aten", "IMPL")
     for name, function in ON_CPU.items():
         cpu.impl(name, function, "CPU")
-    _PARTS.extend((aten, everything_else, cpu, *register_autocast()))
+    _PARTS.extend((aten, others, cpu, *register_autocast()))
 
 
-def _overloads() -> list[torch._ops.OpOverload]:
-    found = []
-    for name in torch._C._dispatch_get_all_op_names():
-        space, _, rest = name.partition("::")
-        if space == "aten":
-            packet, _, overload = rest.partition(".")
-            op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
-            if op is not None:
-                found.append(op)
-    return found
+def _overloads() -> Iterator[tuple[str, torch._ops.OpOverload]]:
+    """Give every op of ATen with its name as a library has it, e.g. `add.Tensor`."""
+    for full in torch._C._dispatch_get_all_op_names():
+        space, _, name = full.partition("::")
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+        if space == "aten" and op is not None:
+            yield name, op

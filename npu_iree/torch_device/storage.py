@@ -53,11 +53,10 @@ def new_tensor(
 
 def handle_of(tensor: torch.Tensor) -> DeviceArray:
     """Return the handle of a tensor's storage: all of its bytes."""
-    storage = tensor.untyped_storage()
+    storage: Any = tensor.untyped_storage()
     handle: DeviceArray | None = getattr(storage, "npu_handle", None)
-    if handle is None or handle.nbytes < storage.nbytes():
-        handle = _grown(handle, storage.nbytes())
-        storage.npu_handle = handle  # type: ignore[attr-defined]
+    if handle is None:
+        handle = storage.npu_handle = allocate(storage.nbytes())
     return handle
 
 
@@ -117,10 +116,8 @@ def allocate(nbytes: int) -> DeviceArray:
     return _flat(target, buffer, nbytes, NOW, "empty")
 
 
-def _grown(old: DeviceArray | None, nbytes: int) -> DeviceArray:
+def _grown(old: DeviceArray, nbytes: int) -> DeviceArray:
     """Return more memory with the bytes of some; rare enough to wait for these."""
-    if old is None:
-        return allocate(nbytes)
     account.reserve(nbytes)
     target = old.device
     if is_watched():
@@ -153,3 +150,12 @@ def resize(
     """
     offset = tensor.storage_offset() if storage is None else 0
     _set.redispatch(_META, tensor, storage or tensor.untyped_storage(), offset, shape, strides)
+    grow(tensor)
+
+
+def grow(tensor: torch.Tensor) -> None:
+    """Let the handle of a storage that has become larger hold all of it."""
+    storage: Any = tensor.untyped_storage()
+    handle: DeviceArray | None = getattr(storage, "npu_handle", None)
+    if handle is not None and handle.nbytes < storage.nbytes():
+        storage.npu_handle = _grown(handle, storage.nbytes())

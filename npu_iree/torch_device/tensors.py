@@ -11,7 +11,7 @@ from npu_iree.torch_device.fetch import on_host
 from npu_iree.torch_device.kernels import NoKernelError
 from npu_iree.torch_device.moves import convert, order_for_writing, write
 from npu_iree.torch_device.put import put_dense
-from npu_iree.torch_device.storage import dense_order, dense_strides, new_tensor, resize
+from npu_iree.torch_device.storage import dense_order, dense_strides, grow, new_tensor, resize
 
 aten = torch.ops.aten
 _KEYS = torch._C.DispatchKeySet
@@ -163,8 +163,10 @@ def _view(op: Any) -> Callable[..., Any]:
 
 
 def _set(op: Any) -> Callable[..., Any]:
-    def set_(*args: Any, **kwargs: Any) -> Any:
-        return op.redispatch(_META, *args, **kwargs)
+    def set_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        op.redispatch(_META, tensor, *args, **kwargs)
+        grow(tensor)
+        return tensor
 
     return set_
 
@@ -178,7 +180,7 @@ def _native_batch_norm(
     training: bool,
     momentum: float,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Any:
     """Normalize; the running statistics are written to, of which the op's schema says nothing."""
     if mean is None or var is None:
         return aten._native_batch_norm_legit.no_stats(x, weight, bias, training, momentum, eps)

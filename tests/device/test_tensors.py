@@ -154,6 +154,19 @@ def test_copied_and_pickled() -> None:
     assert torch.equal(pickle.loads(pickle.dumps(a)).cpu(), a.cpu())
 
 
+def test_a_module_that_moves_keeps_its_parameters_tied_and_known_to_optimizers() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.to(NPU)
+    assert model[1].weight is model[0].weight
+    before = model[0].weight.detach().clone()
+    model(torch.ones(4, device=NPU)).sum().backward()
+    optimizer.step()
+    assert (model[1].weight - before).abs().sum().item() > 0
+    assert model.to("cpu")[0].weight.device.type == "cpu"
+
+
 def test_dlpack_hands_out_a_copy_that_may_be_written_to() -> None:
     a = torch.ones(3, device=NPU)
     array = np.from_dlpack(a)
