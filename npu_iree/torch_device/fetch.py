@@ -12,6 +12,7 @@ from npu_iree.torch_device.moves import read
 from npu_iree.torch_device.storage import dense_order, handle_of
 from npu_iree.transfers import Transfer, is_watched, record
 
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 _FETCH_WHOLE = 1 << 16  # bytes: so little of a storage is fetched as a whole
 
 
@@ -31,17 +32,17 @@ def on_host(tensors: Sequence[torch.Tensor], reader: str, reason: str = "") -> l
     """
     target = device()
     wanted = [_piece(tensor) for tensor in tensors]
-    arrays = list({id(array): array for array, _ in wanted}.values())
-    if is_watched():
+    arrays = list({id(array): array for array, _ in wanted if array.nbytes}.values())
+    if arrays and is_watched():
         where = user_line()
         for array in arrays:
             name = array.ready.work.name
             record(Transfer("d2h", target.crossing_mode, array.nbytes, name, reader, where, reason))
         names = ", ".join(array.ready.work.name for array in arrays)
         record(Transfer("wait", "wait", 0, names, reader, where, reason))
-    host = dict(zip(map(id, arrays), target.fetch(arrays), strict=True))
+    host = dict(zip(map(id, arrays), target.fetch(arrays) if arrays else [], strict=True))
     return [
-        _strided(host[id(array)], tensor, offset)
+        _strided(host.get(id(array), _NOTHING), tensor, offset)
         for tensor, (array, offset) in zip(tensors, wanted, strict=True)
     ]
 

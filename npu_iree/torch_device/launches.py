@@ -21,7 +21,7 @@ class Launch(Work):
     @property
     def ops(self) -> tuple[str, ...]:
         """The op at the user's line, then the Python stack that launched it."""
-        stack = stack_of(self.place)
+        stack = stack_of(self.place)[1:]
         first = f"{self.name} at {line_of(self.place)}"
         return (first, *(f"  called from {frame}" for frame in stack))
 

@@ -190,6 +190,7 @@ class EagerOp:
         arguments = [_argument(leaf, dtypes) for leaf in leaves]
         targets = [args[0]] if self._is_in_place else [kwargs[n] for n in self._outs]
         layouts = [_layout(t) for t in targets]
+        kinds = [t.dtype for t in targets]  # the closure holds no tensors: it lives as traces do
         kept: list[bool] = []
         is_list: list[bool] = []
         form, in_place = self._form.function, self._is_in_place
@@ -200,11 +201,11 @@ class EagerOp:
             results = list(values) if is_list[0] else [values]
             kept[:] = [r is not None for r in results]
             results = [r for r in results if r is not None]
-            if not targets:
+            if not kinds:
                 return results
             return [
-                _as_target(r, t.dtype, layout, in_place)
-                for r, t, layout in zip(results, targets, layouts, strict=True)
+                _as_target(r, dtype, layout)
+                for r, dtype, layout in zip(results, kinds, layouts, strict=True)
             ]
 
         constants = _constants(template, named, leaves)
@@ -428,9 +429,7 @@ def _layout(target: torch.Tensor) -> tuple[int, ...]:
     return order_for_writing(target)
 
 
-def _as_target(
-    result: torch.Tensor, dtype: torch.dtype, order: tuple[int, ...], in_place: bool
-) -> torch.Tensor:
+def _as_target(result: torch.Tensor, dtype: torch.dtype, order: tuple[int, ...]) -> torch.Tensor:
     """Give a result the dtype and memory order of what it is written to."""
     if not torch.can_cast(result.dtype, dtype):
         raise TypeError(f"{result.dtype} cannot be cast to {dtype}")
