@@ -37,8 +37,11 @@ def run_on_host(
     """
     if reason:
         _tell(op, reason)
+    read = _given(op, args, kwargs, lambda argument: not argument.is_out)
     outs = _given(op, args, kwargs, lambda argument: argument.is_out)
     written = _given(op, args, kwargs, _is_written)
+    written |= {key: out for key, out in outs.items() if key in read}  # add(x, 1, out=x)
+    outs = {key: out for key, out in outs.items() if key not in read}
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     npu = [i for i, leaf in enumerate(leaves) if _is_npu(leaf)]
     inputs = [leaves[i] for i in npu if id(leaves[i]) not in outs]
