@@ -209,7 +209,12 @@ class EagerOp:
             ]
 
         constants = _constants(template, named, leaves)
-        key = (self.op, constants, tuple(_kind(a) for a in arguments), tuple(layouts))
+        key = (
+            self.op,
+            constants,
+            tuple(_kind(a) for a in arguments),
+            tuple(zip(kinds, layouts, strict=True)),
+        )
         is_dynamic = STATIC.match(str(self.op)) is None
         kernels = family(key, str(self.op))
         bound = kernels.bind(function, arguments, is_dynamic)

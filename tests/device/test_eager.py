@@ -146,6 +146,13 @@ def test_out_arguments_are_written_and_resized() -> None:
     assert_same(wide.cpu(), (x * 2).double())
 
 
+def test_outs_of_other_dtypes_are_other_kernels() -> None:
+    x = torch.randn(20)
+    a = x.to(NPU)
+    assert_same(torch.logical_not(a).cpu(), torch.logical_not(x))
+    assert_same(a.logical_not_().cpu(), x.logical_not_())
+
+
 def test_what_has_no_kernel_runs_on_the_host_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
