@@ -14,6 +14,7 @@ from npu_iree.targets import Target
 from npu_iree.torch_device import module
 from npu_iree.torch_device.autocast import register_autocast
 from npu_iree.torch_device.current import CURRENT
+from npu_iree.torch_device.dynamo import register_dynamo
 from npu_iree.torch_device.forms import WHOLE
 from npu_iree.torch_device.methods import register_methods
 from npu_iree.torch_device.ops import EagerOp
@@ -75,6 +76,7 @@ def register_device(target: Target | str = "npu-local") -> torch.device:
     _setup_privateuseone_for_python_backend(NAME, module, _Hooks(), _Guard())
     _register_ops()
     register_methods()
+    register_dynamo()
     CURRENT.device = opened
     return torch.device(NAME)
 
