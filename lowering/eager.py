@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -152,8 +153,9 @@ def trace(
     _FAKE_TENSOR_LOG.addFilter(_is_not_of_trace)
     # A thread of its own has none of the caller's modes: autocast, tracing, excluded keys.
     thread = Thread(target=run, name=_THREAD)
-    thread.start()
-    thread.join()
+    with compile_lock:  # tracing patches PyTorch's modules: one at a time, and not beside Dynamo
+        thread.start()
+        thread.join()
     if failure:
         error = failure[0]
         text = str(error).strip().splitlines() or [""]

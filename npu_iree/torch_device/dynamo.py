@@ -13,9 +13,9 @@ from npu_iree.torch_device import module
 class NpuInterface(DeviceInterface):
     """`torch.npu`, as Dynamo wants to have it."""
 
-    device = module.device  # type: ignore[assignment]
-    Event = module.Event  # type: ignore[assignment]
-    Stream = module.Stream  # type: ignore[assignment]
+    device = module.device
+    Event = module.Event
+    Stream = module.Stream
 
     @staticmethod
     def current_device() -> int:

@@ -140,12 +140,13 @@ def losses(
     return torch.tensor([loss.item() for loss in found])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("build", "batches", "optimizer"),
     [
         (Mlp, rows, torch.optim.AdamW),
-        pytest.param(ResNet18, images, torch.optim.SGD, marks=pytest.mark.sweep),
-        pytest.param(Gpt2, tokens, torch.optim.SGD, marks=pytest.mark.sweep),
+        (ResNet18, images, torch.optim.SGD),
+        (Gpt2, tokens, torch.optim.SGD),
     ],
 )
 def test_losses_are_those_of_the_cpu(
