@@ -39,6 +39,8 @@ class CapturedGraph:
         constants: tensors that the graph itself holds, by the name of their node.
         kind: what AOTAutograd made it for: `inference`, `forward` (of training) or `backward`.
         written: the inputs that are written to, in this order; the last outputs are the values.
+        handles: those inputs that are on the device when a call begins.
+        kept: those results that stay there.
     """
 
     graph_module: fx.GraphModule
@@ -47,6 +49,8 @@ class CapturedGraph:
     constants: dict[fx.Node, torch.Tensor]
     kind: str = "inference"
     written: tuple[fx.Node, ...] = ()
+    handles: frozenset[fx.Node] = frozenset()
+    kept: frozenset[fx.Node] = frozenset()
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:

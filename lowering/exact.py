@@ -103,6 +103,8 @@ def total_dim(
 
 def pow_scalar(x: torch.Tensor, exponent: Number) -> Any:
     """Decompose negative whole powers of floats into a reciprocal: of zero, it is infinite."""
+    if not math.isfinite(exponent):
+        return torch.pow(x, torch.full((), exponent, dtype=torch.float32))  # the host's
     if not _are_floats(x) or exponent >= 0 or exponent != int(exponent):
         return _UNCHANGED
     return torch.reciprocal(torch.pow(x, -exponent))

@@ -123,6 +123,7 @@ def _views_between_results(captured: CapturedGraph) -> list[fx.Node]:
     Only those that lead to nothing but results: what else reads a view has it on the device.
     """
     results = {o for o in captured.results if isinstance(o, fx.Node)}
+    results -= captured.kept  # handles share no memory that anybody writes to
     shared = Counter(view_root(node) for node in results)
     found: list[fx.Node] = []
     for node in reversed(captured.nodes):

@@ -111,6 +111,8 @@ class Plan:
         scalars: the nodes of the scalar steps, by name.
         constants: names of tensors that the graph holds itself and host segments read.
         host_ops: every op that runs on the host, with its reason.
+        edges: the nodes of the inputs and results that are handles at the edge of the call.
+        kept: names of the results that stay on the device.
     """
 
     inputs: tuple[str, ...]
@@ -121,6 +123,8 @@ class Plan:
     scalars: dict[str, fx.Node]
     constants: dict[str, fx.Node]
     host_ops: tuple[HostOp, ...]
+    edges: tuple[fx.Node, ...] = ()
+    kept: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         outputs = _names(o.name if isinstance(o, Value) else repr(o) for o in self.outputs)
@@ -152,8 +156,8 @@ class _Scheduler:
         self._regions = {region.name: region for region in regions}
         self._scalars = set(partition.scalars)
         captured = partition.captured
-        self._on_host = {*captured.inputs, *captured.constants}
-        self._on_device: set[fx.Node] = set()
+        self._on_host = {*captured.inputs, *captured.constants} - captured.handles
+        self._on_device: set[fx.Node] = set(captured.handles)
         self._steps: list[Step] = []
 
     def plan(self) -> Plan:
@@ -172,7 +176,8 @@ class _Scheduler:
         returned = [o for o in captured.outputs if isinstance(o, fx.Node)]
         for node in returned:
             self._need_scalar(node)
-        self._gather(returned, "the caller")
+        stay = captured.kept & self._on_device
+        self._gather([n for n in returned if n not in stay], "the caller")
         if captured.writes:
             inputs, values = zip(*captured.writes, strict=True)
             self._steps.append(Write(_node_names(inputs), _node_names(values)))
@@ -187,6 +192,8 @@ class _Scheduler:
             constants={n.name: n for n in captured.constants},
             # the parts of a result that are taken apart on the host share its reason
             host_ops=tuple({id(op): op for op in self._partition.host_ops.values()}.values()),
+            edges=(*captured.handles, *captured.kept),
+            kept=frozenset(n.name for n in captured.kept),
         )
 
     def _is_ready(self, segment: Segment) -> bool:

@@ -93,7 +93,7 @@ def _empty(graph: fx.Graph, source: fx.Node, wanted: torch.Tensor) -> fx.Node:
         node.meta["val"] = size
         sizes.append(node)
     empty = graph.call_function(
-        aten.empty.memory_format, (sizes,), {"dtype": wanted.dtype, "device": wanted.device}
+        aten.empty.memory_format, (sizes,), {"dtype": wanted.dtype, "device": torch.device("cpu")}
     )
     empty.meta = {"val": wanted, "stack_trace": source.meta.get("stack_trace")}
     return empty

@@ -35,11 +35,14 @@ _PUBLIC = {
     "explain": "npu_iree.explain",
     "load": "npu_iree.offline.load",
     "open_device": "npu_iree.device",
+    "ready": "npu_iree.waiting",
     "record_transfers": "npu_iree.transfers",
+    "register_device": "npu_iree.torch_device.registration",
     "register_kernel": "npu_iree.kernels",
     "save_bundle": "npu_iree.bundles",
     "save_parameters": "npu_iree.offline.parameters",
     "targets": "npu_iree.targets",
+    "wait_any": "npu_iree.waiting",
 }
 __all__ = sorted(_PUBLIC)
 

@@ -30,6 +30,7 @@ from npu_iree.options import Options
 from npu_iree.report import CompileReport, tell
 from npu_iree.runner import Runner
 from npu_iree.toolchain import compiler_for
+from npu_iree.torch_device import graphs
 from npu_iree.versions import check_versions
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,8 @@ def npu_iree(
         ArtifactError: the bundle is damaged, or is not for this target or CPU.
         NotCompiledError: `compile="never"`, and neither the bundle nor the cache has the graph.
     """
-    parsed = Options.parse(options)
+    on_npu = any(map(graphs.is_on_npu, example_inputs))
+    parsed = graphs.options_on_npu(options) if on_npu else Options.parse(options)
     if mode is not None:
         raise OptionError(f"mode={mode!r} belongs to Inductor; npu_iree takes options={{...}}")
     compilers = ("torch-mlir", "iree-base-compiler") if parsed.compile == "if_missing" else ()
@@ -73,7 +75,11 @@ def npu_iree(
     source = _Source.of(graph_module, example_inputs)
     compile_aot = functools.partial(_compile_aot, parsed, source)
     kinds = ("forward", "backward", "inference")
-    backend = aot_backend(parsed, *(functools.partial(compile_aot, kind=kind) for kind in kinds))
+    backend = aot_backend(
+        parsed,
+        *(functools.partial(compile_aot, kind=kind) for kind in kinds),
+        keep_writes=not on_npu,  # there, handles are swapped
+    )
     try:
         compiled: Callable[..., Any] = backend(graph_module, example_inputs)
     except RuntimeError as error:
@@ -81,7 +87,7 @@ def npu_iree(
             raise
         log.warning("a graph runs in eager, since it writes to an expanded tensor: %s", error)
         return graph_module
-    return _guarded(compiled, graph_module, example_inputs, parsed)
+    return compiled if on_npu else _guarded(compiled, graph_module, example_inputs, parsed)
 
 
 def _guarded(
@@ -199,7 +205,9 @@ def _compile_aot(
     """Compile a graph of AOTAutograd's into what it calls: a list of arguments in, a list out."""
     is_same = kind == "inference" and len(source.inputs) == len(inputs)
     weights = _bindable_weights(source.inputs) if is_same and options.bind_weights else ()
+    views = graphs.prepare(graph_module)
     captured = capture_aot(graph_module, weights, source.names if is_same else (), kind)
+    captured = graphs.placed(captured)
     runner: Callable[..., Any]
     with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
         try:
@@ -209,6 +217,8 @@ def _compile_aot(
                 raise
             log.warning("a graph runs on PyTorch's CPU kernels, as compile='eager' says: %s", error)
             runner = captured.run_eagerly
+    if captured.handles or captured.kept:
+        runner = graphs.HandleRunner(runner, captured, views)
 
     def run(args: list[Any]) -> list[Any]:
         results = list(runner(*args))

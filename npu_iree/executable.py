@@ -108,6 +108,9 @@ class Function:
 
         Args:
             args: handles of this device and numbers, as the signature says.
+
+        Raises:
+            DeviceError: the work that makes an argument has failed already.
         """
         inputs = hal.VmVariantList(len(args) + 2)
         executable, device = self._executable, self._device
@@ -128,8 +131,13 @@ class Function:
         inputs.push_ref(fence)
         inputs.push_ref(signal)
         results = hal.VmVariantList(len(self._outputs))
-        with executable._lock:
-            executable._context.invoke(self._function, inputs, results)
+        try:
+            with executable._lock:
+                executable._context.invoke(self._function, inputs, results)
+        except RuntimeError:
+            for point in points:  # what has failed already fails this, and tells better why
+                point.is_reached()
+            raise
         ready = Timepoint(signal, self.work, ahead)
         arrays, nbytes = [], 0
         for i, (dtype, shape) in enumerate(self._outputs):

@@ -133,9 +133,8 @@ def explain(
             found.graph_breaks.append(_break_text(reason))
         compiler = functools.partial(plan, input_names(graph_module))
         backward = functools.partial(plan, ())
-        compiled: Callable[..., Any] = aot_backend(parsed, compiler, backward, compiler)(
-            graph_module, inputs
-        )
+        made = aot_backend(parsed, compiler, backward, compiler, keep_writes=True)
+        compiled: Callable[..., Any] = made(graph_module, inputs)
         return compiled
 
     torch.compile(model, backend=backend)(*args, **kwargs)

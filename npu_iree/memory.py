@@ -17,7 +17,7 @@ _STAGING = int(hal.MemoryType.HOST_LOCAL | hal.MemoryType.DEVICE_VISIBLE)
 _DEVICE_USAGE = int(hal.BufferUsage.DEFAULT)
 _STAGING_USAGE = int(hal.BufferUsage.TRANSFER | hal.BufferUsage.MAPPING)
 
-_ELEMENT_TYPES = {
+ELEMENT_TYPES = {
     torch.float16: hal.HalElementType.FLOAT_16,
     torch.bfloat16: hal.HalElementType.BFLOAT_16,
     torch.float32: hal.HalElementType.FLOAT_32,
@@ -101,7 +101,7 @@ class DiscreteMemory:
 
     def put(self, tensor: torch.Tensor, after: Timepoint, name: str) -> tuple[Any, Timepoint]:
         """Copy the tensor to staging now, and queue its copy to the device."""
-        element = int(_ELEMENT_TYPES[tensor.dtype])
+        element = int(ELEMENT_TYPES[tensor.dtype])
         buffer = self._allocator.allocate_buffer(_DEVICE_LOCAL, _DEVICE_USAGE, tensor.nbytes)
         view = hal.HalBufferView(buffer, tensor.shape, element)
         if tensor.nbytes == 0:

@@ -12,6 +12,7 @@ from torch import fx
 from lowering.abi import ENTRY
 from lowering.host import extract_host
 from lowering.plan import Free, Gather, Host, Invoke, Plan, Put, Scalar, Step, Value, Write
+from lowering.region import memory_order
 from lowering.signature import TensorSpec
 from lowering.source import user_line
 from npu_iree.array import DeviceArray
@@ -45,7 +46,7 @@ class Runner:
     """A plan with its executables: call it like the graph.
 
     Arguments are CPU tensors, numbers, or (from code that keeps handles) `DeviceArray`s; results
-    are CPU tensors and constants. Thread-safe.
+    are CPU tensors and constants, and handles where the plan keeps them on the device. Thread-safe.
 
     Attributes:
         plan: what is run.
@@ -69,7 +70,8 @@ class Runner:
         self._steps = [self._prepare(step) for step in plan.steps]
         self._constants = [(self._index[n], constants[n]) for n in plan.constants]
         self._results = [
-            (self._index[o.name], None) if isinstance(o, Value) else (-1, o) for o in plan.outputs
+            (self._index[o.name], o.name in plan.kept) if isinstance(o, Value) else (-1, o)
+            for o in plan.outputs
         ]
 
     def __call__(self, *args: Any) -> list[Any]:
@@ -99,7 +101,14 @@ class Runner:
         except BaseException:
             self._settle(handles)
             raise
-        return [host[i] if i >= 0 else constant for i, constant in self._results]
+        return [self._result(environment, i, value) for i, value in self._results]
+
+    def _result(self, environment: _Environment, index: int, value: object) -> Any:
+        """Return a constant, or what is at a place: its handle if it stays on the device."""
+        if index < 0:
+            return value
+        handle = environment.handles[index]
+        return handle if value and handle is not None else environment.host[index]
 
     def _find_crossings(self) -> dict[str, Crossing]:
         found = {}
@@ -109,6 +118,9 @@ class Runner:
             for node, spec in zip(nodes, specs, strict=True):
                 if isinstance(spec, TensorSpec):
                     found[node.name] = Crossing.of(node.name, spec.order, user_line(node).where)
+        for node in self.plan.edges:
+            order = memory_order(node.meta["val"])
+            found.setdefault(node.name, Crossing.of(node.name, order, user_line(node).where))
         return found
 
     def _find_targets(self) -> dict[str, int]:

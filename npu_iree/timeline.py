@@ -146,6 +146,18 @@ def wait_all(points: Iterable[Timepoint], timeout_s: float | None = None) -> Non
         point.wait(timeout_s)
 
 
+def after_all(device: Any, points: Sequence[Timepoint]) -> Any:
+    """Return a semaphore that reaches 1, or fails, when all of `points` have.
+
+    Raises:
+        RuntimeError: one of them has failed already.
+    """
+    fence, _ = joined(points)
+    semaphore = device.create_semaphore(0)
+    device.queue_alloca(1, fence, hal.HalFence.create_at(semaphore, 1))  # the least it can do
+    return semaphore
+
+
 class Gate:
     """A point in time that the host decides: work behind it stands still until it is opened.
 

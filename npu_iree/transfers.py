@@ -8,6 +8,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 from npu_iree.errors import HostCopyError
 
 
@@ -93,9 +95,30 @@ _LEDGERS: ContextVar[tuple[Ledger, ...]] = ContextVar("ledgers", default=())
 _BUDGETS: ContextVar[tuple[_Budget, ...]] = ContextVar("budgets", default=())
 
 
+_Watchers = tuple[tuple[Ledger, ...], tuple[_Budget, ...]]
+_NOBODY: _Watchers = ((), ())
+_STASH = "npu_iree.transfers"
+
+
+def _watchers() -> _Watchers:
+    """Return who watches here.
+
+    Autograd runs the backward of a device in a thread of its own, which has no context variables of
+    the thread that asked for it, but its thread-local state of PyTorch's.
+    """
+    found = _LEDGERS.get(), _BUDGETS.get()
+    if found == _NOBODY and torch._C._current_graph_task_id() != -1:  # in a backward
+        return torch._C._get_obj_in_tls(_STASH) if torch._C._is_key_in_tls(_STASH) else _NOBODY
+    return found
+
+
+def _stash() -> None:
+    torch._C._stash_obj_in_tls(_STASH, (_LEDGERS.get(), _BUDGETS.get()))
+
+
 def is_watched() -> bool:
     """Say whether anybody records or limits transfers here; if not, entries need not be made."""
-    return bool(_LEDGERS.get() or _BUDGETS.get())
+    return _watchers() != _NOBODY
 
 
 def record(transfer: Transfer) -> None:
@@ -104,9 +127,10 @@ def record(transfer: Transfer) -> None:
     Raises:
         HostCopyError: a budget forbids it; it must not happen then.
     """
-    for budget in _BUDGETS.get():
+    ledgers, budgets = _watchers()
+    for budget in budgets:
         budget.charge(transfer)
-    for ledger in _LEDGERS.get():
+    for ledger in ledgers:
         ledger.entries.append(transfer)
 
 
@@ -124,10 +148,12 @@ def record_transfers(ledger: Ledger | None = None) -> Iterator[Ledger]:
     """
     ledger = Ledger() if ledger is None else ledger
     token = _LEDGERS.set((*_LEDGERS.get(), ledger))
+    _stash()
     try:
         yield ledger
     finally:
         _LEDGERS.reset(token)
+        _stash()
 
 
 @contextmanager
@@ -147,7 +173,9 @@ def copy_budget(
     limits = {"h2d": h2d, "d2h": d2h, "wait": waits}
     budget = _Budget({kind: limit for kind, limit in limits.items() if limit is not None})
     token = _BUDGETS.set((*_BUDGETS.get(), budget))
+    _stash()
     try:
         yield
     finally:
         _BUDGETS.reset(token)
+        _stash()

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import Any
 
 from lowering.stages import CompileOptions
 from lowering.stages.mlir_context import MlirContext
+
+# Of the process, not of a session. What is recorded with buffers themselves (regions of dynamic
+# sizes) fails where these are still to be allocated, that is whenever a call is submitted ahead
+# ("transient buffer has not been committed"); so commands name their buffers when they run.
+_GLOBAL_FLAGS = ("--iree-hal-force-indirect-command-buffers",)
 
 
 class IreeSession(MlirContext):
@@ -17,6 +23,7 @@ class IreeSession(MlirContext):
     """
 
     def __init__(self, options: CompileOptions) -> None:
+        load_iree()
         from iree.compiler.api import Session
 
         self._session: Any = Session()
@@ -67,7 +74,10 @@ class IreeSession(MlirContext):
         return invocation
 
 
+@cache
 def load_iree() -> None:
-    """Import what `IreeSession` needs, before anybody counts the time."""
-    import iree.compiler.api
+    """Import what `IreeSession` needs, before anybody counts the time, and set it up."""
     import iree.compiler.ir  # noqa: F401
+    from iree.compiler.api import ctypes_dl
+
+    ctypes_dl._initializeGlobalCL("lowering", *_GLOBAL_FLAGS)

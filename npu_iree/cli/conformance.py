@@ -35,6 +35,9 @@ def ops(
     dtype: Annotated[list[str], typer.Option(help=f"one of {', '.join(DTYPES)}")] = F32,
     filter_: Filter = EVERYTHING,
     samples: Annotated[str, typer.Option(help="sample inputs of an entry, or all")] = "4",
+    device: Annotated[
+        str, typer.Option(help="compile, or npu: op by op on the PyTorch device")
+    ] = "compile",
     jobs: Annotated[int, typer.Option("-j", "--jobs", min=1, help="processes")] = 2,
     limit: Annotated[float, typer.Option(help="seconds that a case may take")] = 120.0,
     forward_only: Annotated[bool, typer.Option(help="compare no gradients in f32")] = False,
@@ -45,6 +48,8 @@ def ops(
     junit: Annotated[Path | None, typer.Option(help="file for JUnit XML")] = None,
 ) -> None:
     """Run PyTorch's operator database (`op_db`) through torch.compile and compare with eager."""
+    if device not in ("compile", "npu"):
+        raise OptionError(f"--device is compile or npu, not {device!r}")
     find_target(target)
     if unknown := [d for d in dtype if d not in DTYPES]:
         raise OptionError(f"no dtype {', '.join(unknown)}; there are {', '.join(DTYPES)}")
@@ -57,7 +62,10 @@ def ops(
     verdicts: list[Verdict] = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("operators", total=len(todo))
-        for verdict in run_cases(todo, target, jobs=jobs, limit_s=limit, journal=journal):
+        found = run_cases(
+            todo, target, jobs=jobs, limit_s=limit, journal=journal, eager=device == "npu"
+        )
+        for verdict in found:
             verdicts.append(verdict)
             progress.update(task, advance=1, description=verdict.key)
     _write(verdicts, target, json_, junit)

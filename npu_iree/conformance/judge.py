@@ -50,7 +50,7 @@ def judge(case: Case, target: str, progress: Progress) -> Verdict:
         target: name of an installed target.
         progress: told what is about to be done, in case it never ends.
     """
-    samples, problem = _samples(case)
+    samples, problem = take_samples(case)
     if not samples:
         return Verdict(case.key, "skipped", problem)
     progress("all samples")
@@ -80,7 +80,7 @@ class _Attempt:
     is_clear: bool = False
 
 
-def _samples(case: Case) -> tuple[list[Any], str]:
+def take_samples(case: Case) -> tuple[list[Any], str]:
     """Take the samples that eager can do, and say what it raised at another."""
     info = database()[case.position]
     torch.manual_seed(0)
@@ -92,7 +92,7 @@ def _samples(case: Case) -> tuple[list[Any], str]:
         try:
             _run(case, _function(case), [sample])
         except Exception as error:  # whatever eager says: then there is nothing to compare with
-            problem = f"eager: {_line(error)}"
+            problem = f"eager: {error_line(error)}"
         else:
             taken.append(sample)
     return taken, problem
@@ -119,8 +119,8 @@ def _try(case: Case, samples: Sequence[Any], target: str) -> _Attempt:
         with recorded_plans() as plans:
             actual = _run(case, compiled, samples)
     except Exception as error:  # a case may fail in any way; the next one must not notice
-        return _Attempt("error", [_line(error)])
-    problems = _differences(actual, expected, LOOSER.get(case.name, 1))
+        return _Attempt("error", [error_line(error)])
+    problems = differences(actual, expected, LOOSER.get(case.name, 1))
     if problems and case.dtype in _HALVES:
         exact = _run(case, function, [_widened(s) for s in samples])
         problems = {i: p for i, p in problems.items() if not _rounds(i, actual, expected, exact)}
@@ -147,18 +147,18 @@ def _run(case: Case, function: Callable[..., Any], samples: Sequence[Any]) -> li
     if case.name in OPEN_TIES:
         place = OPEN_TIES[case.name]
         pairs = zip(fresh, outputs, strict=True)
-        outputs = [_pointed_at(x, args, kw, place, o) for (x, args, kw), o in pairs]
-    results = _tensors(outputs)
+        outputs = [pointed_at(x, args, kw, place, o) for (x, args, kw), o in pairs]
+    results = tensors_of(outputs)
     roots = [r for r in results if case.backward and r.requires_grad]
     if roots:
         generator = torch.Generator().manual_seed(2)
         weights = [torch.randn(r.shape, generator=generator).to(r.dtype) for r in roots]
         torch.autograd.backward(roots, weights)
-    gradients = [t.grad for t in _tensors(fresh) if t.requires_grad and t.is_leaf]
+    gradients = [t.grad for t in tensors_of(fresh) if t.requires_grad and t.is_leaf]
     return [*(r.detach() for r in results), *gradients]
 
 
-def _pointed_at(
+def pointed_at(
     x: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any], place: int, output: Any
 ) -> Any:
     """Replace indices, alone or after values, by the elements that they point at."""
@@ -174,11 +174,12 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return copy.requires_grad_(tensor.requires_grad)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """List the tensors of a tree, in order."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _differences(actual: list[Any], expected: list[Any], looser: int) -> dict[int, str]:
+def differences(actual: list[Any], expected: list[Any], looser: int) -> dict[int, str]:
     """Say which results differ from eager's by more than the tolerance, and how."""
     if len(actual) != len(expected):
         return {-1: f"{len(actual)} results, eager has {len(expected)}"}
@@ -192,7 +193,7 @@ def _differences(actual: list[Any], expected: list[Any], looser: int) -> dict[in
         try:
             torch.testing.assert_close(one, other, rtol=rtol, atol=atol, equal_nan=True)
         except AssertionError as error:
-            found[i] = f"result {i} of {list(other.shape)}: {_line(error)} {str(error)[-300:]}"
+            found[i] = f"result {i} of {list(other.shape)}: {error_line(error)} {str(error)[-300:]}"
     return found
 
 
@@ -222,7 +223,8 @@ def _widened(sample: Any) -> Any:
     return SimpleNamespace(input=parts[0], args=parts[1], kwargs=parts[2])
 
 
-def _line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
+    """Tell an error in one line."""
     return f"{type(error).__name__}: {_first_line(str(error))}"[:400]
 
 

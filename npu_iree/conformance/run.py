@@ -17,7 +17,13 @@ from npu_iree.settings import turn_cache_off
 
 
 def run_cases(
-    cases: Sequence[Case], target: str, *, jobs: int, limit_s: float, journal: Path | None = None
+    cases: Sequence[Case],
+    target: str,
+    *,
+    jobs: int,
+    limit_s: float,
+    journal: Path | None = None,
+    eager: bool = False,
 ) -> Iterator[Verdict]:
     """Try cases, and give each verdict as it comes, those of the journal first.
 
@@ -27,11 +33,12 @@ def run_cases(
         jobs: how many processes.
         limit_s: seconds that a case may take before its process is killed: a hang.
         journal: a file that takes each verdict at once; those in it are not tried again.
+        eager: op by op on the PyTorch device "npu", instead of by `torch.compile`.
     """
     known = read_journal(journal)
     yield from (known[case.key] for case in cases if case.key in known)
     todo = [case for case in cases if case.key not in known]
-    function = functools.partial(_judge, target=target)
+    function = functools.partial(_judge_eager if eager else _judge, target=target)
     for case, answer in run_all(function, todo, workers=jobs, limit_s=limit_s):
         verdict = _died(case, answer) if isinstance(answer, Died) else answer
         if journal is not None:
@@ -67,6 +74,15 @@ def _judge(case: Case, progress: Progress, *, target: str) -> Verdict:
     warnings.simplefilter("ignore")
     turn_cache_off()
     return judge(case, target, progress)
+
+
+def _judge_eager(case: Case, progress: Progress, *, target: str) -> Verdict:
+    """Judge a case on "npu"; kernels are kept in the user's cache, since cases share them."""
+    from npu_iree.conformance.eager import judge_eager
+
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    return judge_eager(case, target, progress)
 
 
 def _died(case: Case, died: Died) -> Verdict:

@@ -1,0 +1,1 @@
+"""The PyTorch device "npu": eager ops out of the same compiler, on handles all the way."""

@@ -1,0 +1,96 @@
+"""The device behind "npu": which target, which fallback, and where in the user's code we are."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType
+from typing import Literal
+
+import torch
+
+from npu_iree.device import Device
+from npu_iree.errors import NpuIreeError
+
+Fallback = Literal["host", "error"]
+
+# Frames of these are not the user's.
+_OURS = tuple(
+    str(Path(module.__file__ or "").parent) + "/"
+    for module in (torch, sys.modules["npu_iree"], sys.modules["lowering"])
+)
+_DEPTH = 64
+
+
+@dataclass
+class Current:
+    """What is registered.
+
+    Attributes:
+        device: the device of "npu:0", or None before `register_device`.
+        fallback: `host` runs what cannot be compiled as PyTorch's CPU kernel; `error` raises.
+        warned: ops for which it has been said that they run on the host.
+    """
+
+    device: Device | None = None
+    fallback: Fallback = "host"
+    warned: set[str] = field(default_factory=set)
+
+
+CURRENT = Current()
+
+
+def device() -> Device:
+    """Return the device behind "npu".
+
+    Raises:
+        NpuIreeError: `register_device` has not been called.
+    """
+    if CURRENT.device is None:
+        raise NpuIreeError('there is no device "npu" yet: call npu_iree.register_device() first')
+    return CURRENT.device
+
+
+Place = tuple[tuple[CodeType, int], ...]
+
+
+def frames(depth: int = 12) -> Place:
+    """Return where we were called from, innermost first: as cheap as it can be told later."""
+    found: list[tuple[CodeType, int]] = []
+    frame = sys._getframe(2)
+    while frame is not None and len(found) < depth:
+        found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)
+
+
+def line_of(place: Place) -> str:
+    """Say which line of the user's a place is: `file:line in function`, or nothing."""
+    for code, offset in place:
+        if not code.co_filename.startswith(_OURS):
+            return f"{code.co_filename}:{_line(code, offset)} in {code.co_name}"
+    return ""
+
+
+def stack_of(place: Place) -> list[str]:
+    """Return the Python stack of a place, innermost first, without our own frames."""
+    ours = _OURS[1:]
+    return [
+        f"{code.co_filename}:{_line(code, offset)} in {code.co_name}"
+        for code, offset in place
+        if not code.co_filename.startswith(ours)
+    ]
+
+
+def user_line() -> str:
+    """Return the line of the user's code that we are in."""
+    return line_of(frames(_DEPTH))
+
+
+def _line(code: CodeType, offset: int) -> int:
+    line = code.co_firstlineno
+    for start, end, number in code.co_lines():
+        if start <= offset < end and number is not None:
+            line = number
+    return line

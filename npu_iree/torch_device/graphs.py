@@ -1,0 +1,177 @@
+"""Graphs of `torch.compile` on "npu" tensors: made device-free, and run on the handles in them.
+
+Inside a graph there is no "npu": regions run where the target is, host segments on the CPU. Only
+the edge knows: which inputs are handles, and which results stay handles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from lowering.capture import CapturedGraph, attribute
+from lowering.nodes import view_root
+from lowering.region import memory_order
+from npu_iree.array import DeviceArray
+from npu_iree.errors import OptionError
+from npu_iree.options import Options
+from npu_iree.torch_device import account
+from npu_iree.torch_device.current import device
+from npu_iree.torch_device.moves import read_in_order
+from npu_iree.torch_device.put import to_device
+from npu_iree.torch_device.storage import dense_strides, new_tensor
+
+aten = torch.ops.aten
+_CPU = torch.device("cpu")
+_NAME = "npu"
+
+
+def is_on_npu(value: Any) -> bool:
+    """Say whether a value is a tensor on "npu", real or fake."""
+    return isinstance(value, torch.Tensor) and value.device.type == _NAME
+
+
+def options_on_npu(options: Mapping[str, Any] | None) -> Options:
+    """Check the options of a graph that takes "npu" tensors: it runs where they are.
+
+    Raises:
+        OptionError: an option is wrong, or the target is not the one behind "npu".
+    """
+    target = device().target.name
+    parsed = Options.parse({"target": target, **(options or {})})
+    if parsed.target != target:
+        raise OptionError(f'"npu" is {target}, so its tensors cannot go to {parsed.target!r}')
+    return parsed
+
+
+def prepare(graph_module: fx.GraphModule) -> dict[int, View]:
+    """Make a graph device-free, in place; returns which results are views of which others."""
+    if not any(is_on_npu(node.meta.get("val")) for node in graph_module.graph.nodes):
+        return {}
+    views = split_views(graph_module)
+    make_device_free(graph_module)
+    return views
+
+
+def make_device_free(graph_module: fx.GraphModule) -> None:
+    """Let a graph name no device but the CPU, in place.
+
+    Before: %1 = full([4], 1, device=npu:0); %2 = device_put(%1, cpu)
+    After:  %1 = full([4], 1, device=cpu); %2 = clone(%1)
+    """
+    graph = graph_module.graph
+    for node in list(graph.nodes):
+        if node.op == "get_attr":
+            value = attribute(graph_module, str(node.target))
+            if isinstance(value, torch.Tensor) and is_on_npu(value):
+                with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
+                    setattr(graph_module, str(node.target), value.cpu())
+        if node.op != "call_function":
+            continue
+        if node.target is torch.ops.prims.device_put.default:
+            node.target, node.args, node.kwargs = aten.clone.default, (node.args[0],), {}
+        node.args = fx.node.map_aggregate(node.args, _off_npu)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, _off_npu)
+    graph_module.recompile()
+
+
+def _off_npu(value: Any) -> Any:
+    return _CPU if isinstance(value, torch.device) and value.type == _NAME else value
+
+
+@dataclass(frozen=True)
+class View:
+    """A result that is a view of another one: of which, and how."""
+
+    position: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+def split_views(graph_module: fx.GraphModule) -> dict[int, View]:
+    """Take out of a graph's results the views of other results: they are made of these outside.
+
+    Before: return (%y, transpose(%y))
+    After:  return (%y, None), and how to view the first to get the second
+    """
+    output = graph_module.graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    first: dict[fx.Node, int] = {}
+    views: dict[int, View] = {}
+    for i, node in enumerate(results):
+        if isinstance(node, fx.Node) and view_root(node) is node:
+            first.setdefault(node, i)
+    for i, node in enumerate(results):
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if not isinstance(value, torch.Tensor) or not is_on_npu(value):
+            continue
+        base = first.get(view_root(node))
+        is_static = all(
+            isinstance(n, int) for n in (*value.shape, *value.stride(), value.storage_offset())
+        )
+        if base is not None and base != i and is_static and view_root(node).op != "placeholder":
+            strides = value.stride()
+            views[i] = View(base, tuple(value.shape), strides, int(value.storage_offset()))
+            results[i] = None
+    output.args = (tuple(results),)
+    graph_module.recompile()
+    return views
+
+
+def placed(captured: CapturedGraph) -> CapturedGraph:
+    """Say of a graph which inputs are handles, and which results stay so."""
+    handles = frozenset(n for n in captured.inputs if is_on_npu(n.meta.get("val")))
+    results = [o for o in captured.results if isinstance(o, fx.Node)]
+    kept = frozenset(n for n in results if is_on_npu(n.meta.get("val")))
+    return replace(captured, handles=handles, kept=kept)
+
+
+class HandleRunner:
+    """A runner for "npu" tensors: takes the handles out of them, and puts results into new ones."""
+
+    def __init__(
+        self, runner: Callable[..., Sequence[Any]], captured: CapturedGraph, views: dict[int, View]
+    ) -> None:
+        self._runner = runner
+        self._views = views
+        self._orders = [
+            memory_order(n.meta["val"]) if n in captured.handles else None for n in captured.inputs
+        ]
+        self._outputs: list[tuple[tuple[int, ...], torch.dtype] | None] = [
+            (memory_order(o.meta["val"]), o.meta["val"].dtype)
+            if isinstance(o, fx.Node) and o in captured.kept
+            else None
+            for o in captured.results
+        ]
+
+    def __call__(self, *args: Any) -> list[Any]:
+        """Run the graph; nothing waits but its host segments."""
+        given = [
+            arg if order is None else read_in_order(arg, order)
+            for arg, order in zip(args, self._orders, strict=True)
+        ]
+        results = self._runner(*given)
+        values = [_wrapped(r, o) for r, o in zip(results, self._outputs, strict=True)]
+        for i, view in self._views.items():
+            values[i] = values[view.position].as_strided(view.shape, view.strides, view.offset)
+        return values
+
+
+def _wrapped(result: Any, output: tuple[tuple[int, ...], torch.dtype] | None) -> Any:
+    if output is None:
+        return result
+    if isinstance(result, torch.Tensor):  # a host segment made it
+        return to_device(result, "a result of the host")
+    assert isinstance(result, DeviceArray)
+    order, dtype = output
+    shape = [0] * len(order)
+    for place, d in enumerate(order):
+        shape[d] = result.shape[place]
+    array = account.keep(result, result.ready.work.name)
+    return new_tensor(tuple(shape), dense_strides(shape, order), dtype, array)

@@ -1,0 +1,156 @@
+"""What the device cannot run: PyTorch's CPU kernel on gathered inputs; the results go back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._dynamo.utils import counters
+from torch.utils import _pytree as pytree
+
+from lowering.errors import HostOp, UnsupportedOpError
+from npu_iree.torch_device.current import CURRENT, device, user_line
+from npu_iree.torch_device.fetch import on_host
+from npu_iree.torch_device.moves import order_for_writing, write
+from npu_iree.torch_device.put import put_dense, to_device
+from npu_iree.torch_device.storage import new_tensor, resize
+
+log = logging.getLogger(__name__)
+_CPU = torch.device("cpu")
+
+
+def run_on_host(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], reason: str
+) -> Any:
+    """Run an op with PyTorch's CPU kernel.
+
+    Args:
+        op: the op.
+        args: its arguments; tensors on "npu" are gathered behind one wait.
+        kwargs: its arguments by name.
+        reason: why it is not run on the device; empty if that is no loss (it reads no tensor).
+
+    Raises:
+        UnsupportedOpError: the host is forbidden.
+    """
+    if reason:
+        _tell(op, reason)
+    read = _given(op, args, kwargs, lambda argument: not argument.is_out)
+    outs = _given(op, args, kwargs, lambda argument: argument.is_out)
+    written = _given(op, args, kwargs, _is_written)
+    written |= {key: out for key, out in outs.items() if key in read}  # add(x, 1, out=x)
+    outs = {key: out for key, out in outs.items() if key not in read}
+    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    npu = [i for i, leaf in enumerate(leaves) if _is_npu(leaf)]
+    inputs = [leaves[i] for i in npu if id(leaves[i]) not in outs]
+    host = dict(zip(map(id, inputs), _copies(op, inputs, written), strict=True))
+    host |= {key: _blank(out) for key, out in outs.items() if _is_npu(out)}
+    given = {id(host[id(leaves[i])]): leaves[i] for i in npu}
+    before = {key: (copy.shape, copy.stride()) for key, copy in host.items()}
+    for i in npu:
+        leaves[i] = host[id(leaves[i])]
+    leaves = [_CPU if isinstance(leaf, torch.device) else leaf for leaf in leaves]
+    host_args, host_kwargs = pytree.tree_unflatten(leaves, spec)
+    result = op(*host_args, **host_kwargs)
+    for tensor in (*outs.values(), *written.values()):
+        if _is_npu(tensor):
+            copy = host[id(tensor)]
+            if (copy.shape, copy.stride()) != before[id(tensor)]:
+                resize(tensor, tuple(copy.shape), copy.stride())
+            _write_back(tensor, copy)
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: given[id(t)] if id(t) in given else _put(t, op), result
+    )
+
+
+def _blank(out: torch.Tensor) -> torch.Tensor:
+    """Return a CPU tensor to be written to: what was in memory is of no interest."""
+    return torch.empty_strided(out.shape, out.stride(), dtype=out.dtype)
+
+
+def _write_back(tensor: torch.Tensor, copy: torch.Tensor) -> None:
+    order = order_for_writing(tensor)
+    stored = copy.resolve_conj().resolve_neg().permute(order).contiguous()
+    write(tensor, put_dense(stored, "a result of the host", is_ours=True), order)
+
+
+def _tell(op: torch._ops.OpOverload, reason: str) -> None:
+    """Say once an op that it runs on the host, or raise where that is forbidden."""
+    name = str(op)
+    counters["npu_iree"][f"host {name}"] += 1
+    if CURRENT.fallback == "error":
+        line = user_line()
+        raise UnsupportedOpError(
+            device().target.name,
+            [HostOp(name, "unsupported", reason, line)],
+            'torch.npu.set_fallback("error") forbids the host',
+            'allow the host with torch.npu.set_fallback("host")',
+        )
+    if name not in CURRENT.warned:
+        CURRENT.warned.add(name)
+        log.warning("%s runs on the host: %s\n      at %s", name, reason, user_line())
+
+
+def _is_written(argument: Any) -> bool:
+    info = argument.alias_info
+    return info is not None and info.is_write and not argument.is_out
+
+
+def _given(
+    op: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    is_wanted: Callable[[Any], bool],
+) -> dict[int, torch.Tensor]:
+    """Return the tensors that were given for some arguments of an op, by their identity."""
+    found: list[Any] = []
+    for i, argument in enumerate(op._schema.arguments):
+        if is_wanted(argument):
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            found += value if isinstance(value, (list, tuple)) else [value]
+    return {id(t): t for t in found if isinstance(t, torch.Tensor)}
+
+
+def _copies(
+    op: torch._ops.OpOverload, inputs: Sequence[torch.Tensor], written: Mapping[int, torch.Tensor]
+) -> list[torch.Tensor]:
+    """Gather tensors; those that share memory with one that is written to get memory of their own.
+
+    That memory is the same for all of them, as it is on the device.
+    """
+    if not inputs:
+        return []
+    host = on_host([_everything(t) for t in inputs], str(op), "PyTorch's CPU kernel runs it")
+    changed = {t.untyped_storage()._cdata for t in written.values()}
+    own: dict[int, torch.Tensor] = {}
+    copies = []
+    for tensor, flat in zip(inputs, host, strict=True):
+        storage = tensor.untyped_storage()._cdata
+        if storage in changed:
+            flat = own.setdefault(storage, flat.clone())
+        view = torch.empty(0, dtype=tensor.dtype).set_(
+            flat.untyped_storage(), int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        )
+        view = torch._conj(view) if tensor.is_conj() else view
+        copies.append(torch._neg_view(view) if tensor.is_neg() else view)
+    return copies
+
+
+def _everything(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's whole storage as bytes, on "npu"."""
+    storage = tensor.untyped_storage()
+    empty = new_tensor((0,), (1,), torch.uint8)
+    resize(empty, (storage.nbytes(),), (1,), storage)
+    return empty
+
+
+def _put(tensor: torch.Tensor, op: torch._ops.OpOverload) -> torch.Tensor:
+    if tensor.layout is not torch.strided:
+        return tensor
+    return to_device(tensor, str(op))
+
+
+def _is_npu(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "npu"

@@ -1,0 +1,231 @@
+"""`torch.npu`: what programs ask of a device, under the names that PyTorch's other devices use."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from npu_iree.errors import OptionError
+from npu_iree.torch_device import account
+from npu_iree.torch_device.current import CURRENT, Fallback
+from npu_iree.torch_device.current import device as _device
+from npu_iree.torch_device.streams import (
+    Event,
+    Stream,
+    current_stream,
+    default_stream,
+    set_stream,
+    stream,
+)
+
+__all__ = [
+    "Event",
+    "Stream",
+    "current_stream",
+    "default_stream",
+    "set_stream",
+    "stream",
+]
+
+Which = torch.device | int | str | None
+_CHOICES = ("host", "error")
+
+
+def is_available() -> bool:
+    """Say whether there is a device."""
+    return CURRENT.device is not None
+
+
+def is_initialized() -> bool:
+    """Say whether the device is open; it is from its registration on."""
+    return CURRENT.device is not None
+
+
+def init() -> None:
+    """Do nothing: the device is open."""
+
+
+def _lazy_init() -> None:
+    """Do nothing: the device is open."""
+
+
+def _is_in_bad_fork() -> bool:
+    return CURRENT.device is not None and CURRENT.device._is_of_parent
+
+
+def device_count() -> int:
+    """Return how many devices there are."""
+    return int(is_available())
+
+
+def current_device() -> int:
+    """Return the index of the current device."""
+    return 0
+
+
+def set_device(device: Which) -> None:
+    """Check that a device is the one there is."""
+    _index(device)
+
+
+def get_device_name(device: Which = None) -> str:
+    """Return the name of the target behind the device."""
+    _index(device)
+    return _device().target.name
+
+
+def get_device_capability(device: Which = None) -> tuple[int, int]:
+    """Return (0, 0): the capability table of the target says what the device can."""
+    _index(device)
+    return 0, 0
+
+
+class device:
+    """Make a device current in a block; there is one."""
+
+    def __init__(self, device: Which) -> None:
+        self.idx = _index(device)
+
+    def __enter__(self) -> None:
+        """Enter the block."""
+
+    def __exit__(self, *error: object) -> None:
+        """Leave the block."""
+
+
+@dataclass(frozen=True)
+class Properties:
+    """What there is to know of the device: the target's name, and how much memory may be held."""
+
+    name: str
+    total_memory: int
+
+
+def get_device_properties(device: Which = None) -> Properties:
+    """Return the device's properties; memory without a limit is 0."""
+    _index(device)
+    return Properties(_device().target.name, account.ACCOUNT.limit or 0)
+
+
+def synchronize(device: Which = None) -> None:
+    """Wait until everything that was submitted has ended, well or not."""
+    _index(device)
+    _device().synchronize()
+
+
+def memory_allocated(device: Which = None) -> int:
+    """Return the bytes that handles hold."""
+    _index(device)
+    return account.ACCOUNT.allocated
+
+
+def max_memory_allocated(device: Which = None) -> int:
+    """Return the most bytes that handles held."""
+    _index(device)
+    return account.ACCOUNT.peak
+
+
+def reset_peak_memory_stats(device: Which = None) -> None:
+    """Let `max_memory_allocated` begin anew."""
+    _index(device)
+    account.ACCOUNT.peak = account.ACCOUNT.allocated
+
+
+def memory_summary(device: Which = None) -> str:
+    """Return a table of what holds memory."""
+    _index(device)
+    return account.table()
+
+
+def set_memory_limit(nbytes: int | None) -> None:
+    """Let handles hold at most so many bytes (None: any); beyond is `torch.OutOfMemoryError`."""
+    account.ACCOUNT.limit = nbytes
+
+
+def reset_warnings() -> None:
+    """Say again of each op that runs on the host, at its next call, that it does."""
+    CURRENT.warned.clear()
+
+
+def empty_cache() -> None:
+    """Do nothing: memory is freed when its last handle goes."""
+
+
+def manual_seed(seed: int) -> None:
+    """Seed PyTorch's generator: random numbers of the device come from it, as on the CPU."""
+    torch.default_generator.manual_seed(seed)
+
+
+def manual_seed_all(seed: int) -> None:
+    """Seed PyTorch's generator."""
+    manual_seed(seed)
+
+
+def initial_seed() -> int:
+    """Return the seed."""
+    return torch.default_generator.initial_seed()
+
+
+def get_rng_state(device: Which = None) -> torch.Tensor:
+    """Return the state of PyTorch's generator."""
+    _index(device)
+    return torch.default_generator.get_state()
+
+
+def set_rng_state(state: torch.Tensor, device: Which = None) -> None:
+    """Set the state of PyTorch's generator."""
+    _index(device)
+    torch.default_generator.set_state(state)
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    """Return the dtypes of `torch.autocast("npu")`."""
+    return [torch.bfloat16, torch.float16]
+
+
+def is_bf16_supported() -> bool:
+    """Say whether bf16 is there."""
+    return True
+
+
+@contextlib.contextmanager
+def fallback(choice: Fallback) -> Iterator[None]:
+    """Do as `set_fallback` in a block."""
+    before = CURRENT.fallback
+    set_fallback(choice)
+    try:
+        yield
+    finally:
+        CURRENT.fallback = before
+
+
+def set_fallback(choice: Fallback) -> None:
+    """Say what happens to an op that has no kernel.
+
+    Args:
+        choice: `host` runs it as PyTorch's CPU kernel, with one warning; `error` raises
+            `npu_iree.UnsupportedOpError`.
+    """
+    if choice not in _CHOICES:
+        raise OptionError(f"fallback is 'host' or 'error', not {choice!r}")
+    CURRENT.fallback = choice
+
+
+def _index(device: Which) -> int:
+    if device is None or device == 0:
+        return 0
+    found = torch.device(NAME, device) if isinstance(device, int) else torch.device(device)
+    if found.type != NAME or (found.index or 0) != 0:
+        raise RuntimeError(f"there is one device, npu:0; {device} is no such device")
+    return 0
+
+
+NAME = "npu"
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"torch.npu has no {name!r}")

@@ -1,0 +1,236 @@
+"""Bytes between layouts on the device: strided views read and written, dtypes and orders changed.
+
+What has gaps or overlaps in memory is gathered by index, and scattered when it is written. The
+index of each geometry is made once; one kernel of each element size serves all ranks and dtypes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lowering.eager import Argument, Function
+from npu_iree.array import DeviceArray
+from npu_iree.torch_device import account
+from npu_iree.torch_device.kernels import Bound, family
+from npu_iree.torch_device.put import put_dense
+from npu_iree.torch_device.storage import (
+    dense_order,
+    handle_of,
+    set_handle,
+    shaped,
+    whole,
+)
+
+aten = torch.ops.aten
+_INDEX_BYTES = 64 << 20  # what the indices that are kept may take
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WIDEST = 16
+_Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
+_INDICES: OrderedDict[_Geometry, DeviceArray] = OrderedDict()
+
+
+def read(tensor: torch.Tensor, order: tuple[int, ...] | None = None) -> DeviceArray:
+    """Return the bytes of a tensor in the memory order that it has, or else contiguous.
+
+    Args:
+        tensor: on "npu".
+        order: its memory order, if the caller knows that it is dense.
+    """
+    order = order or dense_order(tuple(tensor.shape), tensor.stride())
+    return dense_bytes(tensor, order) if order is not None else _gathered(tensor)
+
+
+def read_in_order(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray:
+    """Return the bytes of a tensor in a memory order of the caller's."""
+    shape = tuple(tensor.shape)
+    if dense_order(shape, tensor.stride()) == order:
+        return dense_bytes(tensor, order)
+    array = _gathered(tensor.permute(order))
+    return shaped(array, tuple(shape[d] for d in order), tensor.dtype)
+
+
+def dense_bytes(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray:
+    """Return the bytes of a dense tensor, in its memory order."""
+    array = handle_of(tensor)
+    if tensor.storage_offset():
+        array = _range(tensor)
+    shape = tuple(tensor.shape)
+    return shaped(array, tuple(shape[d] for d in order), tensor.dtype)
+
+
+def write(tensor: torch.Tensor, array: DeviceArray, order: tuple[int, ...]) -> None:
+    """Give a tensor other bytes; all that share its memory see them.
+
+    Args:
+        tensor: on "npu".
+        array: dense, of the tensor's shape and dtype in the memory order `order`.
+        order: the order of a dense tensor; the natural one of a tensor with gaps.
+    """
+    if tensor.numel() == 0:
+        return
+    if dense_order(tuple(tensor.shape), tensor.stride()) == order:
+        if whole(tensor):
+            set_handle(tensor, array)
+            return
+        set_handle(tensor, _with_range(tensor, array))
+        return
+    _scatter(tensor.permute(order), array)
+
+
+def order_for_writing(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the memory order in which `write` takes a tensor's bytes."""
+    shape = tuple(tensor.shape)
+    return dense_order(shape, tensor.stride()) or tuple(range(len(shape)))
+
+
+def convert(tensor: torch.Tensor, dtype: torch.dtype, order: tuple[int, ...]) -> DeviceArray:
+    """Return a tensor's values in another dtype, in a memory order."""
+    array = read_in_order(tensor, order)
+    if tensor.dtype == dtype:
+        return array
+    flat = shaped(array, (tensor.numel(),), tensor.dtype)
+    (result,) = _run(
+        ("convert", tensor.dtype, dtype), lambda tensors: [tensors[0].to(dtype)], [flat]
+    )
+    return shaped(result, array.shape, dtype)
+
+
+def _range(tensor: torch.Tensor) -> DeviceArray:
+    """Return the bytes of a dense tensor that is some of its storage."""
+    flat, place = _bits_and_place(tensor)
+    if tensor.numel() == 0:
+        return flat
+
+    def read_range(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        start, length, _ = tensors[1].shape
+        return [tensors[0].narrow(0, start, length).clone()]
+
+    (result,) = _run(("range", flat.dtype), read_range, [flat], [place])
+    return result
+
+
+def _with_range(tensor: torch.Tensor, array: DeviceArray) -> DeviceArray:
+    """Return the bytes of a tensor's storage with others in the place of the tensor's own."""
+    flat, place = _bits_and_place(tensor)
+
+    def write_range(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        start, length, _ = tensors[2].shape
+        return [aten.slice_scatter(tensors[0], tensors[1], 0, start, start + length)]
+
+    values = shaped(array, (place.shape[1],), flat.dtype)
+    (result,) = _run(("write range", flat.dtype), write_range, [flat, values], [place])
+    return result
+
+
+def _bits_and_place(tensor: torch.Tensor) -> tuple[DeviceArray, Argument]:
+    """Return a dense tensor's whole storage as integers, and where in there it begins and how long.
+
+    That is told by the sizes of an argument without elements: the kernel takes them as numbers.
+    """
+    nbytes = tensor.element_size()
+    start, length = int(tensor.storage_offset()), tensor.numel()
+    if nbytes == _WIDEST:
+        start, length, nbytes = 2 * start, 2 * length, nbytes // 2
+    flat = _whole_storage(tensor, nbytes)
+    shape = (start, length, 0)
+    return flat, Argument(torch.uint8, shape, _contiguous(shape))
+
+
+def _gathered(tensor: torch.Tensor) -> DeviceArray:
+    shape = tuple(tensor.shape)
+    flat, index = _bits_and_index(tensor)
+    if tensor.numel() == 0:
+        return shaped(flat, shape, tensor.dtype)
+    (result,) = _run(("gather", flat.dtype), lambda t: [t[0].index_select(0, t[1])], [flat, index])
+    return shaped(result, shape, tensor.dtype)
+
+
+def _scatter(tensor: torch.Tensor, array: DeviceArray) -> None:
+    if tensor.numel() == 0:
+        return
+    flat, index = _bits_and_index(tensor)
+    values = shaped(array, index.shape, flat.dtype)
+    (result,) = _run(
+        ("scatter", flat.dtype),
+        lambda t: [aten.index_put(t[0], [t[1]], t[2])],
+        [flat, index, values],
+    )
+    set_handle(tensor, result)
+
+
+def _bits_and_index(tensor: torch.Tensor) -> tuple[DeviceArray, DeviceArray]:
+    """Return a tensor's whole storage as integers, and the places of its elements in there."""
+    shape, strides, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+    nbytes = tensor.element_size()
+    if nbytes == _WIDEST:  # as two of 8 bytes each
+        shape, strides, offset = (*shape, 2), (*(2 * s for s in strides), 1), 2 * offset
+        nbytes //= 2
+    return _whole_storage(tensor, nbytes), _index(shape, strides, offset)
+
+
+def _whole_storage(tensor: torch.Tensor, nbytes: int) -> DeviceArray:
+    """Return a storage as integers of so many bytes; what is over at its end is nobody's."""
+    count = tensor.untyped_storage().nbytes() // nbytes
+    return shaped(handle_of(tensor), (count,), _BITS[nbytes])
+
+
+def _index(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> DeviceArray:
+    """Return the places of a view's elements in its storage, in the order of its dimensions."""
+    key = (shape, strides, offset)
+    if key in _INDICES:
+        _INDICES.move_to_end(key)
+        return _INDICES[key]
+    places = torch.tensor(offset)
+    for d, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        steps = torch.arange(size) * stride
+        places = places + steps.view([-1] + [1] * (len(shape) - 1 - d))
+    index = put_dense(places.reshape(-1), "an index", is_ours=True)
+    _INDICES[key] = index
+    while len(_INDICES) > 1 and sum(i.nbytes for i in _INDICES.values()) > _INDEX_BYTES:
+        _INDICES.popitem(last=False)
+    return index
+
+
+def _run(
+    key: tuple[object, ...],
+    function: Function,
+    arrays: Sequence[DeviceArray],
+    sizes: Sequence[Argument] = (),
+) -> list[DeviceArray]:
+    """Run a kernel of our own on arrays, and on arguments that only have sizes."""
+    arguments = [Argument(a.dtype, a.shape, _contiguous(a.shape)) for a in arrays]
+    arguments += sizes
+    kinds = tuple(min(2, size) for a in arguments for size in a.shape)
+    kernels = family((*key, kinds), str(key[0]), is_ours=True)
+    bound = kernels.bind(function, arguments, True)
+    args = [
+        taken if shape is None else shaped(arrays[taken], shape, arrays[taken].dtype)
+        for taken, shape in zip(bound.takes, bound.stored, strict=True)
+    ]
+    return invoke(bound, args)
+
+
+def invoke(bound: Bound, args: Sequence[Any]) -> list[DeviceArray]:
+    """Call a kernel; returns handles in the order of the call's results.
+
+    Args:
+        bound: the kernel.
+        args: what it takes, in its order: handles in their shapes in memory, and numbers.
+    """
+    if account.ACCOUNT.limit is not None:
+        account.reserve(sum(o.nbytes for o in bound.outputs))
+    results = bound.function(*args)
+    name = bound.function.work.name
+    return [account.keep(results[i], name) for i in bound.order]
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, expected = [], 1
+    for size in reversed(shape):
+        strides.append(expected)
+        expected *= size
+    return tuple(reversed(strides))

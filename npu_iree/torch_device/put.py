@@ -1,0 +1,49 @@
+"""The border of "npu", inwards: CPU tensors go in by a copy that is taken now; nothing waits."""
+
+from __future__ import annotations
+
+import torch
+
+from npu_iree.array import DeviceArray
+from npu_iree.device import dense_copy, why_not_in_place
+from npu_iree.memory import ELEMENT_TYPES
+from npu_iree.torch_device import account
+from npu_iree.torch_device.current import device, user_line
+from npu_iree.torch_device.storage import (
+    dense_order,
+    dense_strides,
+    new_tensor,
+)
+from npu_iree.transfers import Transfer, is_watched, record
+
+
+def put_dense(tensor: torch.Tensor, name: str, *, is_ours: bool = False) -> DeviceArray:
+    """Give the device a dense CPU tensor; returns at once, the bytes are taken now.
+
+    Args:
+        tensor: contiguous.
+        name: what it is, for ledger and errors.
+        is_ours: nobody else holds its memory, so where memory is unified it is used in place.
+    """
+    target = device()
+    account.reserve(tensor.nbytes)
+    if tensor.dtype not in ELEMENT_TYPES:  # the device keeps it, and computes with it on the host
+        tensor = tensor.detach().reshape(-1).view(torch.uint8)
+    problem = why_not_in_place(tensor, target.target.alignment_bytes)
+    in_place = is_ours and not problem
+    if is_watched():
+        mode = target.crossing_mode if in_place else "staged"
+        record(Transfer("h2d", mode, tensor.nbytes, name, "npu:0", user_line()))
+    stored = tensor.detach() if in_place else dense_copy(tensor)
+    view, ready = target.memory.put(stored, target.start_point(), name)
+    array = DeviceArray(target, view, tuple(stored.shape), stored.dtype, ready)
+    return account.keep(array, name)
+
+
+def to_device(tensor: torch.Tensor, name: str, *, is_ours: bool = False) -> torch.Tensor:
+    """Copy a CPU tensor to a new tensor on the device, in the same memory order."""
+    shape = tuple(tensor.shape)
+    order = dense_order(shape, tensor.stride()) or tuple(range(len(shape)))
+    stored = tensor.resolve_conj().resolve_neg().permute(order).contiguous()
+    array = put_dense(stored, name, is_ours=is_ours or stored.data_ptr() != tensor.data_ptr())
+    return new_tensor(shape, dense_strides(shape, order), tensor.dtype, array)

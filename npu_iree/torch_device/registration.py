@@ -1,0 +1,117 @@
+"""`register_device()`: PyTorch learns the device "npu", its ops and its module `torch.npu`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from npu_iree.device import open_device
+from npu_iree.errors import NpuIreeError
+from npu_iree.targets import Target
+from npu_iree.torch_device import module
+from npu_iree.torch_device.autocast import register_autocast
+from npu_iree.torch_device.current import CURRENT
+from npu_iree.torch_device.dynamo import register_dynamo
+from npu_iree.torch_device.forms import WHOLE
+from npu_iree.torch_device.methods import register_methods
+from npu_iree.torch_device.ops import EagerOp
+from npu_iree.torch_device.tensors import ON_CPU, OWN
+from npu_iree.versions import check_versions
+
+NAME = "npu"
+_UNNAMED = "privateuseone"
+_KEY = "PrivateUse1"
+_PARTS: list[torch.library.Library] = []  # registrations last as long as these
+
+
+class _Hooks(torch._C._acc.PrivateUse1Hooks):
+    def is_available(self) -> bool:
+        return True
+
+    def has_primary_context(self, dev_id: int) -> bool:
+        return CURRENT.device is not None
+
+    def is_built(self) -> bool:
+        return True
+
+
+class _Guard(torch._C._acc.DeviceGuard):
+    def type_(self) -> Any:
+        return torch._C._autograd.DeviceType.PrivateUse1
+
+
+def register_device(target: Target | str = "npu-local") -> torch.device:
+    """Make `torch.device("npu")` a device of PyTorch's; again and again is fine.
+
+    Args:
+        target: what is behind it, an installed target or its name.
+
+    Returns:
+        The device.
+
+    Raises:
+        NpuIreeError: another package has registered a device of its own (PyTorch has room for
+            one), or "npu" is already registered for another target.
+        TargetError: the target has no device here.
+    """
+    check_versions("torch", "iree-base-runtime")
+    opened = open_device(target)
+    if CURRENT.device is not None:
+        if CURRENT.device is not opened:
+            raise NpuIreeError(
+                f'"npu" is registered for {CURRENT.device.target.name}, and stays so in this '
+                f"process; it cannot become {opened.target.name}"
+            )
+        return torch.device(NAME)
+    taken = torch._C._get_privateuse1_backend_name()
+    if taken != _UNNAMED or hasattr(torch, NAME):
+        other = taken if taken != _UNNAMED else f"torch.{NAME}"
+        raise NpuIreeError(
+            f"PyTorch has room for one device from outside, and {other!r} is there already; "
+            "npu_iree's cannot be registered in this process"
+        )
+    _setup_privateuseone_for_python_backend(NAME, module, _Hooks(), _Guard())
+    _register_ops()
+    register_methods()
+    register_dynamo()
+    CURRENT.device = opened
+    return torch.device(NAME)
+
+
+def _register_ops() -> None:
+    library: Any = torch.library.Library
+    aten, cpu, others = library("aten", "IMPL"), library("aten", "IMPL"), library("_", "IMPL")
+    for name, function in OWN.items():
+        aten.impl(name, function, _KEY)
+    for name, op in _overloads():
+        makes_out = torch._C._dispatch_has_kernel_for_dispatch_key(
+            f"aten::{name}", "CompositeExplicitAutogradNonFunctional"
+        )
+        if name not in OWN and (makes_out or name in WHOLE):
+            aten.impl(name, EagerOp(op), _KEY)
+    found: dict[Any, EagerOp] = {}
+
+    def fallback(op: Any, *args: Any, **kwargs: Any) -> Any:
+        if op not in found:
+            found[op] = EagerOp(op)
+        return found[op](*args, **kwargs)
+
+    others.fallback(fallback, _KEY)
+    for lazy in ("Conjugate", "Negative"):  # else PyTorch resolves them by a copy, and so for ever
+        aten.impl("_copy_from", torch.library.fallthrough_kernel, lazy)
+    for name, function in ON_CPU.items():
+        cpu.impl(name, function, "CPU")
+    _PARTS.extend((aten, others, cpu, *register_autocast()))
+
+
+def _overloads() -> Iterator[tuple[str, torch._ops.OpOverload]]:
+    """Give every op of ATen with its name as a library has it, e.g. `add.Tensor`."""
+    for full in torch._C._dispatch_get_all_op_names():
+        space, _, name = full.partition("::")
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
+        if space == "aten" and op is not None:
+            yield name, op

@@ -1,0 +1,161 @@
+"""Tensors on "npu": each storage holds one handle; tensors that share the storage share it.
+
+The bytes behind a handle never change once they are made. Writing to a tensor gives its storage
+another handle, which every view of it then sees; work that was submitted before keeps the old one.
+So nothing has to wait, two storages may hold one handle, and a clone costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from iree.runtime import _binding as hal
+
+from npu_iree.array import DeviceArray
+from npu_iree.device import Device
+from npu_iree.memory import ELEMENT_TYPES
+from npu_iree.timeline import NOW, Timepoint
+from npu_iree.torch_device import account
+from npu_iree.torch_device.current import device
+from npu_iree.transfers import Transfer, is_watched, record
+
+aten = torch.ops.aten
+_new = torch._C._acc.create_empty_tensor
+_set = aten.set_.source_Storage_storage_offset
+_META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
+_DEVICE_LOCAL = int(hal.MemoryType.DEVICE_LOCAL)
+_USAGE = int(hal.BufferUsage.DEFAULT)
+
+
+def new_tensor(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    dtype: torch.dtype,
+    handle: DeviceArray | None = None,
+) -> torch.Tensor:
+    """Make a tensor with a storage of its own.
+
+    Args:
+        shape: its sizes.
+        strides: its strides.
+        dtype: its dtype.
+        handle: its bytes, dense, in the order of the strides; None: whatever is in memory.
+    """
+    tensor = _new(shape, dtype)  # type: ignore[arg-type]
+    storage = tensor.untyped_storage()
+    storage.npu_handle = handle  # type: ignore[attr-defined]
+    _set.redispatch(_META, tensor, storage, 0, shape, strides)
+    return tensor
+
+
+def handle_of(tensor: torch.Tensor) -> DeviceArray:
+    """Return the handle of a tensor's storage: all of its bytes."""
+    storage: Any = tensor.untyped_storage()
+    handle: DeviceArray | None = getattr(storage, "npu_handle", None)
+    if handle is None:
+        handle = storage.npu_handle = allocate(storage.nbytes())
+    return handle
+
+
+def set_handle(tensor: torch.Tensor, handle: DeviceArray) -> None:
+    """Give a tensor's storage other bytes; `handle` is dense and holds all of them."""
+    tensor.untyped_storage().npu_handle = handle  # type: ignore[attr-defined]
+
+
+def whole(tensor: torch.Tensor) -> bool:
+    """Say whether a dense tensor is all that its storage holds."""
+    return tensor.storage_offset() == 0 and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+@lru_cache(maxsize=1 << 14)
+def dense_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the dimensions from slowest to fastest, or None if there are gaps or overlaps."""
+    natural = tuple(range(len(shape)))
+    if 0 in shape:
+        return natural
+    for order in (natural, tuple(sorted(natural, key=lambda d: (-strides[d], -shape[d])))):
+        expected = 1
+        for d in reversed(order):
+            if shape[d] != 1 and strides[d] != expected:
+                break
+            expected *= shape[d]
+        else:
+            return order
+    return None
+
+
+def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a dense tensor in a memory order."""
+    strides, expected = [0] * len(shape), 1
+    for d in reversed(order):
+        strides[d] = expected
+        expected *= max(1, shape[d])
+    return tuple(strides)
+
+
+def shaped(array: DeviceArray, shape: tuple[int, ...], dtype: torch.dtype) -> DeviceArray:
+    """Return the same bytes under another shape and dtype."""
+    if (array.shape == shape and array.dtype is dtype) or dtype not in ELEMENT_TYPES:
+        return array
+    view = hal.HalBufferView(array._view.get_buffer(), shape, int(ELEMENT_TYPES[dtype]))
+    return DeviceArray(array.device, view, shape, dtype, array.ready)
+
+
+def allocate(nbytes: int) -> DeviceArray:
+    """Return memory with whatever is in it.
+
+    Raises:
+        torch.OutOfMemoryError: the device's memory would be exceeded.
+    """
+    target = device()
+    account.reserve(nbytes)
+    buffer = target.hal.allocator.allocate_buffer(_DEVICE_LOCAL, _USAGE, nbytes)
+    return _flat(target, buffer, nbytes, NOW, "empty")
+
+
+def _grown(old: DeviceArray, nbytes: int) -> DeviceArray:
+    """Return more memory with the bytes of some; rare enough to wait for these."""
+    account.reserve(nbytes)
+    target = old.device
+    if is_watched():
+        record(Transfer("wait", "wait", 0, old.ready.work.name, "a storage that grows"))
+    (host,) = target.fetch([old])
+    bytes_ = torch.zeros(nbytes, dtype=torch.uint8)
+    bytes_[: old.nbytes] = host.reshape(-1).view(torch.uint8)
+    view, ready = target.memory.put(bytes_, target.start_point(), "a storage that grows")
+    return account.keep(DeviceArray(target, view, (nbytes,), torch.uint8, ready), "resize")
+
+
+def _flat(target: Device, buffer: Any, nbytes: int, ready: Timepoint, name: str) -> DeviceArray:
+    view = hal.HalBufferView(buffer, (nbytes,), int(ELEMENT_TYPES[torch.uint8]))
+    return account.keep(DeviceArray(target, view, (nbytes,), torch.uint8, ready), name)
+
+
+def resize(
+    tensor: torch.Tensor,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    storage: torch.UntypedStorage | None = None,
+) -> None:
+    """Give a tensor other sizes and strides; its storage grows if need be, and keeps its bytes.
+
+    Args:
+        tensor: on "npu".
+        shape: the sizes.
+        strides: the strides.
+        storage: another storage for it, or None.
+    """
+    offset = tensor.storage_offset() if storage is None else 0
+    _set.redispatch(_META, tensor, storage or tensor.untyped_storage(), offset, shape, strides)
+    grow(tensor)
+
+
+def grow(tensor: torch.Tensor) -> None:
+    """Let the handle of a storage that has become larger hold all of it."""
+    storage: Any = tensor.untyped_storage()
+    handle: DeviceArray | None = getattr(storage, "npu_handle", None)
+    if handle is not None and handle.nbytes < storage.nbytes():
+        storage.npu_handle = _grown(handle, storage.nbytes())

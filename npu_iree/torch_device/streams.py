@@ -1,0 +1,105 @@
+"""Streams and events: an order among calls, beyond the one that their data gives."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from npu_iree.errors import DeviceError
+from npu_iree.timeline import Timepoint
+from npu_iree.torch_device.current import device
+
+
+class Event:
+    """The point at which everything that had been submitted when it was recorded has ended."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._points: tuple[Timepoint, ...] = ()
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Let the event be the end of what has been submitted so far."""
+        self._points = device().in_flight
+
+    def query(self) -> bool:
+        """Say whether all of it has ended, without waiting.
+
+        Raises:
+            DeviceError: some of it has failed.
+        """
+        return all(point.is_reached() for point in self._points)
+
+    def synchronize(self) -> None:
+        """Wait until all of it has ended, well or not."""
+        for point in self._points:
+            with contextlib.suppress(DeviceError):
+                point.wait()
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let what is submitted to a stream from now on start after the event."""
+        (stream or current_stream()).wait_event(self)
+
+
+class Stream:
+    """Calls submitted while it is current start after the events that it was told to wait for.
+
+    The device runs what does not depend on each other at the same time, on any stream; data alone
+    orders calls, and events where that is not enough.
+    """
+
+    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
+        self.device_index = 0
+        self.points: tuple[Timepoint, ...] = ()
+
+    def wait_event(self, event: Event) -> None:
+        """Let what is submitted here from now on start after an event."""
+        self.points = (*(p for p in self.points if not p._reached), *event._points)
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Let what is submitted here from now on start after what has been submitted there."""
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """Record an event (a new one if none is given) and return it."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        """Say whether everything that was submitted has ended."""
+        return self.record_event().query()
+
+    def synchronize(self) -> None:
+        """Wait until everything that was submitted has ended."""
+        self.record_event().synchronize()
+
+
+_DEFAULT = Stream()
+_CURRENT = threading.local()
+
+
+def current_stream(device: Any = None) -> Stream:
+    """Return the stream that calls of this thread are submitted to."""
+    return getattr(_CURRENT, "stream", _DEFAULT)
+
+
+def default_stream(device: Any = None) -> Stream:
+    """Return the stream that is current where no other one is."""
+    return _DEFAULT
+
+
+def set_stream(stream: Stream) -> None:
+    """Submit the calls of this thread to a stream."""
+    _CURRENT.stream = stream
+
+
+@contextlib.contextmanager
+def stream(stream: Stream | None) -> Iterator[None]:
+    """Submit the calls of a block to a stream."""
+    before = current_stream()
+    set_stream(stream or before)
+    try:
+        yield
+    finally:
+        set_stream(before)

@@ -1,0 +1,281 @@
+"""The ops that every PyTorch device must have of its own: memory, views, copies, numbers read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from npu_iree.torch_device.fetch import on_host
+from npu_iree.torch_device.kernels import NoKernelError
+from npu_iree.torch_device.moves import convert, order_for_writing, write
+from npu_iree.torch_device.put import put_dense
+from npu_iree.torch_device.storage import dense_order, dense_strides, grow, new_tensor, resize
+
+aten = torch.ops.aten
+_KEYS = torch._C.DispatchKeySet
+_CPU, _META = _KEYS(torch._C.DispatchKey.CPU), _KEYS(torch._C.DispatchKey.Meta)
+Tensor = torch.Tensor
+
+
+def _empty(
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    shape = tuple(size)
+    if memory_format in (None, torch.contiguous_format, torch.preserve_format):
+        strides = dense_strides(shape, range(len(shape)))
+    else:
+        strides = torch.empty(shape, memory_format=memory_format, device="meta").stride()
+    return new_tensor(shape, strides, dtype or torch.get_default_dtype())
+
+
+def _empty_strided(
+    size: Sequence[int],
+    stride: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> Tensor:
+    return new_tensor(tuple(size), tuple(stride), dtype or torch.get_default_dtype())
+
+
+def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    """Copy between devices, dtypes and layouts; only a copy to the CPU waits."""
+    if source.device.type != "npu":
+        _put_into(source, target)
+    elif target.device.type != "npu":
+        target.copy_(_host_value(source))
+    else:
+        _copy_within(source, target)
+    return target
+
+
+def _host_value(tensor: Tensor) -> Tensor:
+    """Bring a tensor to the CPU, for reading, with what it holds lazily."""
+    (host,) = on_host([tensor], "the CPU")
+    host = torch._conj(host) if tensor.is_conj() else host
+    return torch._neg_view(host) if tensor.is_neg() else host
+
+
+def _put_into(source: Tensor, target: Tensor) -> None:
+    order = order_for_writing(target)
+    value = source.detach().expand(target.shape).to(target.dtype)
+    value = value.conj() if target.is_conj() else value
+    value = value.neg() if target.is_neg() else value
+    ours = value.resolve_conj().resolve_neg()
+    stored = ours.permute(order).contiguous()
+    is_ours = stored.untyped_storage()._cdata != source.untyped_storage()._cdata
+    write(target, put_dense(stored, "a CPU tensor", is_ours=is_ours), order)
+
+
+def _copy_within(source: Tensor, target: Tensor) -> None:
+    if source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg():
+        _put_into(_host_value(source), target)
+        return
+    order = order_for_writing(target)
+    try:
+        array = convert(source.expand(target.shape), target.dtype, order)
+    except NoKernelError:
+        _put_into(_host_value(source), target)
+        return
+    write(target, array, order)
+
+
+def _to_copy(
+    source: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: torch.memory_format | None = None,
+) -> Tensor:
+    """Copy to another dtype or device; PyTorch's own would ask for pinned memory to copy to."""
+    shape = tuple(source.shape)
+    strides = source.stride()
+    if memory_format not in (None, torch.preserve_format) or dense_order(shape, strides) is None:
+        like = torch.empty_strided(shape, strides, device="meta")
+        strides = torch.empty_like(
+            like, memory_format=memory_format or torch.preserve_format
+        ).stride()
+    place = device if device is not None else source.device
+    target = torch.empty_strided(shape, strides, dtype=dtype or source.dtype, device=place)
+    return target.copy_(source)
+
+
+def _copy_from_and_resize(source: Tensor, target: Tensor) -> Tensor:
+    if target.shape != source.shape:
+        _resize(target, source.shape)
+    return _copy_from(source, target)
+
+
+def _resize(
+    tensor: Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None
+) -> Tensor:
+    shape = tuple(size)
+    strides = dense_strides(shape, range(len(shape)))
+    if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
+        strides = torch.empty(shape, memory_format=memory_format, device="meta").stride()
+    if tuple(tensor.shape) != shape or memory_format is not None:
+        resize(tensor, shape, strides)
+    return tensor
+
+
+def _item(tensor: Tensor) -> Any:
+    return _host_value(tensor).item()
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    if one.device != other.device:
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{one.device} and {other.device}! (when checking the arguments of aten.equal)"
+        )
+    return torch.equal(_host_value(one), _host_value(other))
+
+
+def _is_set_to(one: Tensor, other: Tensor) -> bool:
+    return (
+        one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        and one.storage_offset() == other.storage_offset()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )
+
+
+def _view(op: Any) -> Callable[..., Any]:
+    """Make a view as the CPU's kernel does: it looks at sizes and strides alone."""
+
+    def view(*args: Any, **kwargs: Any) -> Any:
+        return op.redispatch(_CPU, *args, **kwargs)
+
+    return view
+
+
+def _set(op: Any) -> Callable[..., Any]:
+    def set_(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        op.redispatch(_META, tensor, *args, **kwargs)
+        grow(tensor)
+        return tensor
+
+    return set_
+
+
+def _native_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """Normalize; the running statistics are written to, of which the op's schema says nothing."""
+    if mean is None or var is None:
+        return aten._native_batch_norm_legit.no_stats(x, weight, bias, training, momentum, eps)
+    if not training:
+        return aten._native_batch_norm_legit_no_training(x, weight, bias, mean, var, momentum, eps)
+    y, save_mean, save_var, new_mean, new_var = aten._native_batch_norm_legit_functional(
+        x, weight, bias, mean, var, training, momentum, eps
+    )
+    mean.copy_(new_mean)
+    var.copy_(new_var)
+    return y, save_mean, save_var
+
+
+def _native_batch_norm_legit(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    return _native_batch_norm(x, weight, bias, mean, var, training, momentum, eps)
+
+
+def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    """Drop elements; which, PyTorch's generator says, which is on the host."""
+    if train is False or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    kept = 1 - p
+    mask = torch.empty(x.shape, dtype=torch.bool).bernoulli_(kept).to(x.device)
+    return (x * mask * (1 / kept) if kept else x * 0), mask
+
+
+def _draw(op: Any) -> Callable[..., Any]:
+    """Fill a tensor with random numbers of PyTorch's generator: they go to the device, no wait."""
+
+    def draw(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        _put_into(op(host, *args, **kwargs), tensor)
+        return tensor
+
+    return draw
+
+
+def _choose_attention(*args: Any, **kwargs: Any) -> int:
+    return 0  # the one that is made of other ops
+
+
+OWN: dict[str, Callable[..., Any]] = {
+    "empty.memory_format": _empty,
+    "empty_strided": _empty_strided,
+    "resize_": _resize,
+    "_to_copy": _to_copy,
+    "_copy_from": _copy_from,
+    "_copy_from_and_resize": _copy_from_and_resize,
+    "_local_scalar_dense": _item,
+    "equal": _equal,
+    "is_set_to": _is_set_to,
+    "as_strided": _view(aten.as_strided.default),
+    "view": _view(aten.view.default),
+    "_reshape_alias": _view(aten._reshape_alias.default),
+    "unfold": _view(aten.unfold.default),
+    "view_as_real": _view(aten.view_as_real.default),
+    "view_as_complex": _view(aten.view_as_complex.default),
+    "set_.source_Storage": _set(aten.set_.source_Storage),
+    "set_.source_Storage_storage_offset": _set(aten.set_.source_Storage_storage_offset),
+    "set_.source_Tensor": _set(aten.set_.source_Tensor),
+    "set_": _set(aten.set_.default),
+    "native_batch_norm": _native_batch_norm,
+    "_native_batch_norm_legit": _native_batch_norm_legit,
+    "native_dropout": _native_dropout,
+    "_fused_sdp_choice": _choose_attention,
+    "normal_": _draw(aten.normal_.default),
+    "uniform_": _draw(aten.uniform_.default),
+    "random_": _draw(aten.random_.default),
+    "random_.from": _draw(getattr(aten.random_, "from")),
+    "random_.to": _draw(aten.random_.to),
+    "bernoulli_.float": _draw(aten.bernoulli_.float),
+    "exponential_": _draw(aten.exponential_.default),
+    "geometric_": _draw(aten.geometric_.default),
+    "log_normal_": _draw(aten.log_normal_.default),
+    "cauchy_": _draw(aten.cauchy_.default),
+}
+
+
+def _pin_memory(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return a copy: memory of the CPU is as good for the device wherever it is."""
+    return tensor.clone()
+
+
+def _is_pinned(tensor: Tensor, device: torch.device | None = None) -> bool:
+    return False
+
+
+# PyTorch asks the accelerator of the process for these, in C++.
+ON_CPU: dict[str, Callable[..., Any]] = {"_pin_memory": _pin_memory, "is_pinned": _is_pinned}

@@ -1,0 +1,33 @@
+"""What the tests of the PyTorch device "npu" share: the device, and one cache for its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import npu_iree
+from npu_iree.device import Device
+
+
+@pytest.fixture(scope="session")
+def kernel_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for the kernels of all tests."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(autouse=True)
+def _npu(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("NPU_IREE_CACHE", str(kernel_cache))
+    npu_iree.register_device()
+    yield
+    torch.npu.set_fallback("host")
+    torch.npu.set_memory_limit(None)
+
+
+@pytest.fixture
+def device() -> Device:
+    """The device behind "npu"."""
+    return npu_iree.open_device("npu-local")

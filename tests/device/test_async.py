@@ -1,0 +1,77 @@
+"""Waiting in asyncio: other tasks go on, failures arrive where they are awaited."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+import npu_iree
+from npu_iree.device import Device
+
+NPU = "npu"
+
+
+def test_other_tasks_go_on_while_one_awaits_the_device(device: Device) -> None:
+    a = torch.ones(3, device=NPU)
+
+    async def main() -> list[str]:
+        order = []
+
+        async def wait() -> None:
+            await npu_iree.ready({"b": [b], "other": 3})
+            order.append("ready")
+
+        task = asyncio.create_task(wait())
+        for i in range(3):
+            await asyncio.sleep(0)
+            order.append(f"other {i}")
+        gate.open()
+        await task
+        return order
+
+    with device.hold() as gate:
+        b = a + 1
+        assert asyncio.run(main()) == ["other 0", "other 1", "other 2", "ready"]
+    assert b.tolist() == [2, 2, 2]
+
+
+def test_a_hundred_requests_in_flight(device: Device) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+    inputs = [torch.randn(2, 8) for _ in range(100)]
+    expected = [model(x).detach() for x in inputs]
+    compiled = torch.compile(model.to(NPU), backend="npu_iree")
+
+    async def request(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = compiled(x.to(NPU))
+        return (await npu_iree.ready(y)).cpu()
+
+    async def main() -> list[torch.Tensor]:
+        return await asyncio.gather(*map(request, inputs))
+
+    for one, other in zip(asyncio.run(main()), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_failure_arrives_where_it_is_awaited(device: Device) -> None:
+    a = torch.ones(3, device=NPU)
+    with device.hold() as gate:
+        b = a + 1  # the line that is named
+        gate.fail("the device was lost")
+    with pytest.raises(npu_iree.DeviceError, match="the device was lost") as caught:
+        asyncio.run(npu_iree.ready(b))
+    assert f"{__file__}:" in caught.value.ops[0]
+    assert (a + 1).tolist() == [2, 2, 2]
+
+
+def test_wait_any_returns_the_first_that_is_done(device: Device) -> None:
+    a = torch.ones(3, device=NPU)
+    with device.hold() as gate:
+        slow = a + 1
+        with pytest.raises(npu_iree.DeviceTimeoutError):
+            npu_iree.wait_any([slow, slow], timeout_s=0.01)
+        assert npu_iree.wait_any([slow, a]) == 1
+        gate.open()
+    assert npu_iree.wait_any([slow]) == 0

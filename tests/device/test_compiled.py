@@ -1,0 +1,149 @@
+"""`torch.compile` on "npu" tensors: handles in, handles out, and nothing waits in between."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import npu_iree
+from npu_iree.device import Device
+from tolerances import assert_same
+
+NPU = "npu"
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+
+def test_chained_models_are_submitted_behind_a_shut_gate(device: Device) -> None:
+    m1, m2, x = mlp(), mlp(), torch.randn(4, 8)
+    expected = m2(m1(x)).detach()
+    c1, c2 = (torch.compile(m.to(NPU), backend="npu_iree") for m in (m1, m2))
+    a = x.to(NPU)
+    with torch.no_grad():
+        c2(c1(a))  # both are compiled
+        with device.hold() as gate, npu_iree.copy_budget(h2d=0, d2h=0, waits=0):
+            y = c2(c1(a))
+            assert y.device.type == "npu"
+            assert not any(p.is_reached() for p in device.in_flight)
+            gate.open()
+    torch.testing.assert_close(y.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_graph_break_keeps_handles(device: Device) -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(x) * 2
+        torch._dynamo.graph_break()
+        return (y + x).sum(0)
+
+    x = torch.randn(4, 8)
+    a = x.to(NPU)
+    compiled = torch.compile(broken, backend="npu_iree")
+    compiled(a)
+    with device.hold() as gate, npu_iree.copy_budget(d2h=0, waits=0):
+        y = compiled(a)
+        gate.open()
+    torch.testing.assert_close(y.cpu(), broken(x), rtol=1e-4, atol=1e-5)
+
+
+def test_mutated_inputs_swap_handles_and_their_views_see_it() -> None:
+    def step(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        cache.add_(x)
+        return cache * 2
+
+    cache, x = torch.zeros(3, 4), torch.randn(3, 4)
+    a, b = cache.to(NPU), x.to(NPU)
+    row, storage = a[1], a.untyped_storage()
+    compiled = torch.compile(step, backend="npu_iree")
+    compiled(a, b)
+    with npu_iree.copy_budget(h2d=0, d2h=0, waits=0):
+        y = compiled(a, b)
+    assert a.untyped_storage() is storage
+    for _ in range(2):
+        z = step(cache, x)
+    assert_same(a.cpu(), cache)
+    assert_same(row.cpu(), cache[1])
+    assert_same(y.cpu(), z)
+
+
+def test_results_that_are_views_of_each_other_share_memory() -> None:
+    def two(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.relu(x) + 1
+        return y, y.t()
+
+    x = torch.randn(3, 4)
+    y, t = torch.compile(two, backend="npu_iree")(x.to(NPU))
+    y.zero_()
+    assert t.shape == (4, 3)
+    assert t.abs().sum().item() == 0
+
+
+@pytest.mark.parametrize("layout", ["slice", "transposed", "expanded", "channels_last"])
+def test_inputs_of_any_layout(layout: str) -> None:
+    x = {
+        "slice": lambda: torch.randn(4, 6)[:, 1:5],
+        "transposed": lambda: torch.randn(4, 6).t(),
+        "expanded": lambda: torch.randn(4, 1).expand(4, 5),
+        "channels_last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    }[layout]()
+    a = x.to(NPU)
+    if layout == "slice":
+        a = torch.cat([x[:, :1], x, x[:, :1]], 1).to(NPU)[:, 1:5]
+
+    def scaled(t: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(t) * 2
+
+    assert_same(torch.compile(scaled, backend="npu_iree")(a).cpu(), scaled(x))
+
+
+def test_host_ops_in_a_graph_get_what_they_read_and_no_more() -> None:
+    def centred(x: torch.Tensor, big: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x - x.median()) + big.sum()
+
+    x, big = torch.randn(8), torch.randn(64, 64)
+    a, b = x.to(NPU), big.to(NPU)
+    compiled = torch.compile(centred, backend="npu_iree")
+    compiled(a, b)
+    with npu_iree.record_transfers() as ledger:
+        y = compiled(a, b)
+    torch.testing.assert_close(y.cpu(), centred(x, big), rtol=1e-4, atol=1e-4)
+    assert [e.nbytes for e in ledger.transfers if e.kind == "d2h"] == [x.nbytes]
+    assert len(ledger.waits) == 1
+
+
+def test_random_numbers_need_no_bytes_of_the_device(device: Device) -> None:
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(x * 2, 0.5) + torch.rand_like(x)
+
+    x = torch.ones(50)
+    a = x.to(NPU)
+    compiled = torch.compile(noisy, backend="npu_iree")
+    compiled(a)
+    torch.manual_seed(3)
+    with npu_iree.copy_budget(d2h=0, waits=0):
+        y = compiled(a)
+    torch.manual_seed(3)
+    assert_same(y.cpu(), noisy(x))
+
+
+def test_another_batch_size_is_one_more_compile_and_then_none(counts: Counter[str]) -> None:
+    compiled = torch.compile(mlp().to(NPU), backend="npu_iree")
+    model = mlp()
+    seen = []
+    with torch.no_grad():
+        for batch in (4, 7, 9, 33):
+            x = torch.randn(batch, 8)
+            torch.testing.assert_close(compiled(x.to(NPU)).cpu(), model(x), rtol=1e-4, atol=1e-5)
+            seen.append(counts["graphs"])
+    assert seen == [1, 2, 2, 2]
+
+
+def test_the_target_is_that_of_the_device() -> None:
+    compiled = torch.compile(lambda x: x + 1, backend="npu_iree", options={"target": "npu-virtual"})
+    with pytest.raises(Exception, match="its tensors cannot go to 'npu-virtual'"):
+        compiled(torch.ones(2, device=NPU))

@@ -1,0 +1,247 @@
+"""Eager ops: one kernel for all sizes, numbers that are no constants, a host that is told of."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import npu_iree
+from npu_iree.device import Device
+from tolerances import assert_same
+
+NPU = "npu"
+ADD_TWENTY = """
+import sys, torch, npu_iree
+from torch._dynamo.utils import counters
+npu_iree.register_device()
+for i in range(20):
+    shape = (2 + i, 40 - i)
+    x, y = torch.randn(shape), torch.randn(shape)
+    assert torch.equal((x.npu() + y.npu()).cpu(), x + y)
+print(counters["npu_iree"]["compiles"])
+"""
+
+
+def test_adding_twenty_shapes_compiles_one_kernel_and_a_second_process_none(tmp_path: Path) -> None:
+    environment = {**os.environ, "NPU_IREE_CACHE": str(tmp_path)}
+
+    def compiles() -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", ADD_TWENTY], env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert compiles() == "1"
+    assert compiles() == "0"
+
+
+def test_square_shapes_and_other_sizes_share_the_kernel(counts: Counter[str]) -> None:
+    for shape in ((7, 5), (6, 6), (2, 9)):
+        x = torch.randn(shape)
+        assert_same((x.npu() * x.npu()).cpu(), x * x)
+        first = counts["compiles"]
+    x = torch.randn(9, 9)
+    assert_same((x.npu() * x.npu()).cpu(), x * x)
+    assert counts["compiles"] == first
+
+
+def test_other_numbers_are_no_other_kernels(counts: Counter[str]) -> None:
+    x = torch.randn(3, 4)
+    a = x.to(NPU)
+
+    def several(t: torch.Tensor, v: float) -> list[torch.Tensor]:
+        return [
+            t + v,
+            t.clamp(-v, v),
+            torch.addcdiv(t, t, t + 9, value=v),
+            torch.sub(t, t, alpha=v),
+            torch.full_like(t, v),
+            t > v,
+            t.masked_fill(t > 0, v),
+        ]
+
+    several(a, 0.5)
+    before = counts["compiles"]
+    for v in (0.25, 3.0, float("inf"), -0.0):
+        for one, other in zip(several(a, v), several(x, v), strict=True):
+            assert_same(one.cpu(), other)
+    assert counts["compiles"] == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64, torch.uint8])
+@pytest.mark.parametrize("value", [2, 1.5, True])
+def test_numbers_promote_as_on_the_cpu(dtype: torch.dtype, value: float) -> None:
+    for x in (torch.ones(3, dtype=dtype), torch.tensor(3, dtype=dtype)):
+        a = x.to(NPU)
+        for op in (torch.add, torch.mul, torch.div, torch.eq):
+            assert_same(op(a, value).cpu(), op(x, value))
+
+
+def forward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = F.layer_norm(F.gelu(x @ w), [w.shape[1]])
+    return torch.softmax(y, -1).cumsum(-1).amax(-1).mean() * y.std()
+
+
+def test_gradients_are_those_of_the_cpu() -> None:
+    x, w = torch.randn(5, 4), torch.randn(4, 8)
+    found = []
+    for where in ("cpu", "npu"):
+        leaves = [t.to(where).requires_grad_() for t in (x.clone(), w.clone())]
+        forward(*leaves).backward()
+        found.append([t.grad.cpu() for t in leaves])  # type: ignore[union-attr]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "training",
+    [True, False],
+)
+def test_batch_norm_writes_its_running_statistics(training: bool) -> None:
+    found = []
+    for where in ("cpu", "npu"):
+        torch.manual_seed(0)
+        norm = torch.nn.BatchNorm2d(3).train(training).to(where)
+        x = torch.randn(4, 3, 5, 5).to(where).requires_grad_()
+        norm(x).square().mean().backward()
+        found.append([t.cpu() for t in (norm.running_mean, norm.running_var, x.grad)])  # type: ignore[union-attr]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
+
+
+def test_results_have_eagers_strides() -> None:
+    x = torch.randn(3, 4, 5)
+    a = x.to(NPU)
+    for function in _STRIDED:
+        assert function(a).stride() == function(x).stride()
+
+
+_STRIDED: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda t: t.transpose(0, 2) + 1,
+    lambda t: t.permute(1, 2, 0).exp(),
+    lambda t: t[:, 1:3] * 2,
+    lambda t: t.unsqueeze(0).contiguous(memory_format=torch.channels_last) * 2,
+    lambda t: t.transpose(1, 2) @ t,
+]
+
+
+def test_out_arguments_are_written_and_resized() -> None:
+    x = torch.randn(3, 4)
+    out = torch.empty(0, device=NPU)
+    same = torch.add(x.to(NPU), 1, out=out)
+    assert same is out
+    assert_same(out.cpu(), x + 1)
+    wide = torch.zeros(3, 4, dtype=torch.float64, device=NPU)
+    torch.mul(x.to(NPU), 2, out=wide)
+    assert_same(wide.cpu(), (x * 2).double())
+
+
+def test_outs_of_other_dtypes_are_other_kernels() -> None:
+    x = torch.randn(20)
+    a = x.to(NPU)
+    assert_same(torch.logical_not(a).cpu(), torch.logical_not(x))
+    assert_same(a.logical_not_().cpu(), x.logical_not_())
+
+
+def test_what_has_no_kernel_runs_on_the_host_with_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    x = torch.randn(7)
+    torch.npu.reset_warnings()
+    with caplog.at_level(logging.WARNING, logger="npu_iree"):
+        for _ in range(2):
+            assert_same(x.to(NPU).median().cpu(), x.median())
+    told = [m for m in caplog.messages if "aten.median.default runs on the host" in m]
+    assert len(told) == 1
+    assert __file__ in told[0]
+
+
+def test_the_host_can_be_forbidden() -> None:
+    a = torch.randn(7).to(NPU)
+    with torch.npu.fallback("error"):
+        with pytest.raises(npu_iree.UnsupportedOpError, match=r"aten\.median"):
+            a.median()
+        a.add(1)
+        torch.randn(3, device=NPU)  # draws, as every device's do: nothing is read
+    a.median()
+    with pytest.raises(npu_iree.OptionError, match="'host' or 'error'"):
+        torch.npu.set_fallback("never")
+
+
+def test_host_ops_write_to_what_they_are_given() -> None:
+    for where in ("cpu", "npu"):
+        values, indices = torch.empty(2, device=where), torch.empty(2, device=where).long()
+        x = torch.tensor([[3.0, 1.0, 2.0], [9.0, 8.0, 7.0]], device=where)
+        torch.median(x, 1, out=(values, indices))
+        assert values.tolist() == [2, 8]
+        assert indices.tolist() == [2, 1]
+
+
+def test_host_ops_may_write_to_what_they_read() -> None:
+    x = torch.rand(4) + 1
+    a = x.to(NPU)
+    assert_same(a.lgamma_().cpu(), x.lgamma())
+    row = a.view(2, 2)[1]
+    torch.digamma(row, out=row)
+    y = x.lgamma()
+    torch.digamma(y[2:], out=y[2:])
+    assert_same(a.cpu(), y)
+
+
+def test_nothing_waits_before_somebody_looks(device: Device) -> None:
+    a = torch.randn(4, 4, device=NPU)
+    with device.hold() as gate, npu_iree.copy_budget(waits=0, d2h=0):
+        b = F.layer_norm(a @ a + 1, [4])
+        b[0] = b[1]
+        c = torch.cat([b, a.t()])[:, 1:].contiguous()
+        c.add_(c.sum())
+        assert [p.is_reached() for p in device.in_flight].count(True) == 0
+        gate.open()
+    x = a.cpu()
+    y = F.layer_norm(x @ x + 1, [4])
+    y[0] = y[1]
+    z = torch.cat([y, x.t()])[:, 1:].contiguous()
+    torch.testing.assert_close(c.cpu(), z + z.sum(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [torch.Tensor.item, bool, str, torch.Tensor.cpu, torch.Tensor.tolist, torch.median],
+)
+def test_looking_is_in_the_ledger_with_the_users_line(
+    look: Callable[[torch.Tensor], object],
+) -> None:
+    a = torch.ones((), device=NPU) * 2
+    with npu_iree.record_transfers() as ledger:
+        look(a)
+    assert ledger.waits
+    assert all(e.where.startswith(f"{__file__}:") for e in ledger.waits)
+    with npu_iree.copy_budget(waits=0), pytest.raises(npu_iree.HostCopyError):
+        look(a)
+
+
+def test_a_backward_is_watched_too() -> None:
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return grad * grad.sum().item()
+
+    x = torch.ones(3, device=NPU, requires_grad=True)
+    y = Look.apply(x).sum()
+    with npu_iree.record_transfers() as ledger:
+        y.backward()
+    assert len(ledger.waits) == 1

@@ -1,0 +1,117 @@
+"""Errors are PyTorch's, or say what failed where; the device goes on after each."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+
+import npu_iree
+from npu_iree.device import Device
+
+NPU = "npu"
+
+
+@pytest.fixture(autouse=True)
+def _goes_on() -> object:
+    yield
+    assert (torch.ones(3, device=NPU) + 1).tolist() == [2, 2, 2]
+
+
+def test_tensors_of_two_devices() -> None:
+    with pytest.raises(RuntimeError, match="at least two devices, npu:0 and cpu"):
+        torch.ones(3, device=NPU) + torch.ones(3)
+    with pytest.raises(RuntimeError, match="at least two devices"):
+        torch.equal(torch.ones(3, device=NPU), torch.ones(3))
+
+
+def test_shapes_that_do_not_fit_are_pytorchs_errors() -> None:
+    a = torch.ones(3, 4, device=NPU)
+    with pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied"):
+        a @ a
+    with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+        a.add_(torch.ones(2, 3, 4, device=NPU))
+    with pytest.raises(RuntimeError, match="can't be cast to the desired output type"):
+        torch.ones(3, device=NPU, dtype=torch.int64).add_(torch.ones(3, device=NPU))
+    with pytest.raises(IndexError, match="out of range"):
+        a.sum(5)
+    with pytest.raises(TypeError, match=r"Use Tensor\.cpu"):
+        a.numpy()
+    assert a.tolist() == [[1] * 4] * 3
+
+
+def test_out_of_memory_says_who_holds_it_and_takes_nothing() -> None:
+    held = torch.ones(1000, device=NPU) * 2
+    before = torch.npu.memory_allocated()
+    torch.npu.set_memory_limit(before + 1000)
+    for ask in (
+        lambda: torch.zeros(10000, device=NPU),
+        lambda: torch.ones(10000).to(NPU),
+        lambda: held.expand(10, 1000).contiguous(),
+        lambda: torch.outer(held, held),
+    ):
+        with pytest.raises(torch.OutOfMemoryError, match=r"4000 bytes in +1 handles made by"):
+            ask()
+    torch.npu.set_memory_limit(None)
+    assert held.sum().item() == 2000
+    assert torch.npu.memory_allocated() <= before + 100
+
+
+def test_memory_is_freed_with_the_last_handle() -> None:
+    torch.ones(1 << 16, device=NPU) * 2
+    gc.collect()  # compiling leaves cycles behind
+    before = torch.npu.memory_allocated()
+    torch.npu.reset_peak_memory_stats()
+    a = torch.ones(1 << 16, device=NPU) * 2
+    b = a.view(-1)[5:]
+    del a
+    assert torch.npu.memory_allocated() - before == 4 << 16
+    del b
+    torch.npu.synchronize()
+    assert torch.npu.memory_allocated() == before
+    assert torch.npu.max_memory_allocated() >= before + (4 << 16)
+
+
+def test_a_failed_kernel_names_op_and_line_wherever_it_is_noticed(device: Device) -> None:
+    a = torch.ones(3, device=NPU)
+    model = torch.compile(torch.nn.Linear(3, 3).to(NPU), backend="npu_iree")
+    model(a)
+    with device.hold() as gate:
+        b = a + 1  # the line that is named
+        c = b * 2
+        d = a * 3
+        gate.fail("the device was lost")
+    for look in (
+        lambda: b.cpu(),
+        lambda: c.cpu(),
+        lambda: str(c),
+        lambda: (c - 1).cpu(),
+        lambda: c[1:].sum().item(),
+        lambda: model(c).cpu(),
+        lambda: c.median(),
+        lambda: torch.npu.synchronize() or c[0].item(),
+    ):
+        with pytest.raises(npu_iree.DeviceError, match="the device was lost") as caught:
+            look()
+        assert caught.value.region == "aten.add.Tensor"
+        assert f"{__file__}:" in caught.value.ops[0]
+    with pytest.raises(npu_iree.DeviceError):
+        d.cpu()
+    c.zero_()
+    assert c.tolist() == [0, 0, 0]
+
+
+def test_a_forked_child_is_told_and_the_parent_goes_on() -> None:
+    a = torch.ones(3, device=NPU)
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            told = str((a + 1).cpu())
+        except npu_iree.NpuIreeError as error:
+            told = str(error)
+        os.write(write, told.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert "opened before this process was forked" in os.read(read, 1000).decode()

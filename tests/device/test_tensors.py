@@ -1,0 +1,225 @@
+"""Tensors on "npu" are tensors: made, moved, viewed, written in place, printed, saved."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+import npu_iree
+from tolerances import assert_same
+
+NPU = "npu"
+
+
+def test_registering_again_is_fine_and_another_target_is_not() -> None:
+    assert npu_iree.register_device() == torch.device(NPU)
+    with pytest.raises(npu_iree.NpuIreeError, match="npu-local, and stays so"):
+        npu_iree.register_device("npu-virtual")
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e5m2),
+        *(torch.int64, torch.uint8, torch.bool),
+        *(torch.complex32, torch.complex64, torch.complex128),
+    ],
+)
+def test_a_round_trip_gives_the_same_bytes(dtype: torch.dtype) -> None:
+    x = torch.randn(3, 5).to(dtype)
+    back = x.to(NPU).cpu()
+    assert back.dtype is dtype
+    assert torch.equal(back.view(torch.uint8), x.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda x: x,
+        lambda x: x.t(),
+        lambda x: x[:, 1:3],
+        lambda x: x[1],
+        lambda x: x[::2, ::2],
+        lambda x: x[1:1],
+        lambda x: x[0, 0],
+        lambda x: x.unsqueeze(1).expand(4, 3, 6),
+        lambda x: x.unfold(1, 3, 1),
+    ],
+)
+def test_views_read_what_the_cpu_reads(layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.arange(24.0).view(4, 6)
+    a = x.to(NPU)
+    assert_same(layout(a).cpu(), layout(x).clone())
+    assert_same(layout(a).contiguous().cpu(), layout(x).contiguous())
+    assert_same((layout(a) + 1).cpu(), layout(x) + 1)
+    assert_same(layout(x).to(NPU).cpu(), layout(x).clone())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.float16, torch.complex128])
+def test_writing_to_a_view_is_seen_by_all_that_share_its_memory(dtype: torch.dtype) -> None:
+    x = torch.randn(4, 6).to(dtype)
+    a = x.to(NPU)
+    for t in (x, a):
+        t[1] = t[2]
+        t[:, 1:3] = t[:, 3:5]
+        t.t()[5] = 0
+        t.view(-1)[::7].copy_(torch.ones(4))
+    assert torch.equal(a.cpu(), x)
+
+
+def test_in_place_ops_keep_the_storage_and_reach_every_view() -> None:
+    a = torch.ones(3, 4, device=NPU)
+    row, flat, storage = a[1], a.view(-1), a.untyped_storage()
+    row.mul_(3)
+    flat[:2].add_(1)
+    a.sub_(0.5)
+    assert a.untyped_storage() is storage
+    assert row.tolist() == [2.5] * 4
+    assert flat[:5].tolist() == [1.5, 1.5, 0.5, 0.5, 2.5]
+
+
+def test_a_clone_and_its_source_do_not_share_later_writes() -> None:
+    a = torch.zeros(3, device=NPU)
+    b, c = a.clone(), a.detach()
+    b.add_(1)
+    assert a.tolist() == [0, 0, 0]
+    a.add_(2)
+    assert b.tolist() == [1, 1, 1]
+    assert c.tolist() == [2, 2, 2]
+
+
+def test_what_is_done_to_the_cpu_tensor_later_does_not_reach_the_device() -> None:
+    x = torch.zeros(1 << 10)
+    a = x.to(NPU, non_blocking=True)
+    y = a.to("cpu", non_blocking=True)
+    x.fill_(7)
+    y.fill_(9)
+    assert a.cpu().unique().tolist() == [0]
+
+
+def test_printing_shows_numbers_and_device() -> None:
+    a = torch.tensor([[1.5, 2.0], [3.0, 4.0]], device=NPU)
+    assert str(a) == "tensor([[1.5000, 2.0000],\n        [3.0000, 4.0000]], device='npu:0')"
+    assert f"{a[0, 0]:.1f}" == "1.5"
+    assert "Parameter" in str(torch.nn.Parameter(a))
+
+
+def test_indexing_like_on_the_cpu() -> None:
+    x = torch.randn(4, 6)
+    a = x.to(NPU)
+    rows = torch.tensor([3, 0])
+    assert torch.equal(a[rows].cpu(), x[rows])
+    assert torch.equal(a[rows.to(NPU), 1:].cpu(), x[rows, 1:])
+    assert torch.equal(a[a > 0].cpu(), x[x > 0])
+    assert torch.equal(a[None, ..., -1].cpu(), x[None, ..., -1])
+    for t in (x, a):
+        t[t > 0] = 0
+        t[rows.to(t.device)] += 1
+    assert torch.equal(a.cpu(), x)
+
+
+def test_saved_and_loaded_with_shared_memory_and_any_map_location() -> None:
+    a = torch.randn(3, 4).to(NPU)
+    file = io.BytesIO()
+    torch.save({"whole": a, "row": a[1]}, file)
+
+    def load(where: str | None) -> dict[str, torch.Tensor]:
+        file.seek(0)
+        loaded: dict[str, torch.Tensor] = torch.load(file, map_location=where)
+        return loaded
+
+    back = load(None)
+    assert back["whole"].device.type == "npu"
+    back["row"].zero_()
+    assert back["whole"][1].tolist() == [0] * 4
+    assert torch.equal(load("cpu")["whole"], a.cpu())
+    file = io.BytesIO()
+    torch.save(torch.ones(2), file)
+    assert load("npu").device.type == "npu"  # type: ignore[attr-defined]
+
+
+def test_copied_and_pickled() -> None:
+    model = torch.nn.Linear(4, 2).to(NPU)
+    twin = copy.deepcopy(model)
+    model.weight.data.zero_()
+    assert twin.weight.device.type == "npu"
+    assert twin.weight.abs().sum().item() > 0
+    a = torch.randn(3).to(NPU)
+    assert torch.equal(pickle.loads(pickle.dumps(a)).cpu(), a.cpu())
+
+
+def test_a_module_that_moves_keeps_its_parameters_tied_and_known_to_optimizers() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.to(NPU)
+    assert model[1].weight is model[0].weight
+    before = model[0].weight.detach().clone()
+    model(torch.ones(4, device=NPU)).sum().backward()
+    optimizer.step()
+    assert (model[1].weight - before).abs().sum().item() > 0
+    assert model.to("cpu")[0].weight.device.type == "cpu"
+
+
+def test_dlpack_hands_out_a_copy_that_may_be_written_to() -> None:
+    a = torch.ones(3, device=NPU)
+    array = np.from_dlpack(a)
+    torch.from_dlpack(a).fill_(5)
+    assert array.tolist() == [1, 1, 1]
+    assert a.tolist() == [1, 1, 1]
+
+
+def test_random_numbers_are_those_of_the_cpu() -> None:
+    drawn = {}
+    for where in ("cpu", "npu"):
+        torch.manual_seed(5)
+        x = torch.randn(3, device=where)
+        y = torch.empty(4, device=where).uniform_(1, 2)
+        z = torch.nn.functional.dropout(torch.ones(50, device=where), 0.3)
+        p = torch.randperm(6, device=where)
+        drawn[where] = [t.cpu() for t in (x, y, z, p)]
+    for one, other in zip(drawn["cpu"], drawn["npu"], strict=True):
+        torch.testing.assert_close(other, one)
+
+
+def test_generator_state_is_saved_and_restored() -> None:
+    state = torch.npu.get_rng_state()
+    with torch.random.fork_rng(device_type="npu"):
+        first = torch.randn(3, device=NPU).cpu()
+    torch.npu.set_rng_state(state)
+    assert torch.equal(torch.randn(3, device=NPU).cpu(), first)
+
+
+def test_autocast_computes_products_in_bf16_and_sums_in_f32() -> None:
+    a = torch.randn(4, 4, device=NPU)
+    with torch.autocast("npu", dtype=torch.bfloat16):
+        product = a @ a
+        assert product.dtype is torch.bfloat16
+        assert torch.softmax(product, -1).dtype is torch.float32
+        assert (product + 1).dtype is torch.bfloat16
+    assert (a @ a).dtype is torch.float32
+
+
+def test_the_accelerator_of_this_process_is_npu() -> None:
+    assert torch.accelerator.current_accelerator() == torch.device(NPU)
+    assert torch.accelerator.device_count() == torch.npu.device_count() == 1
+    torch.accelerator.synchronize()
+    assert torch.empty(4, pin_memory=False).pin_memory().shape == (4,)
+    with torch.npu.device(0), pytest.raises(RuntimeError, match="npu:1 is no such"):
+        torch.npu.synchronize("npu:1")
+
+
+def test_lazy_conjugates_and_negatives_are_what_they_say() -> None:
+    z = torch.randn(3, dtype=torch.complex64)
+    a = z.to(NPU)
+    assert torch.equal(a.conj().cpu(), z.conj().resolve_conj())
+    assert torch.equal((a.conj().imag * 2).cpu(), z.conj().imag * 2)
+    b = torch.zeros_like(a)
+    b.conj().copy_(a)
+    assert torch.equal(b.cpu(), z.conj().resolve_conj())

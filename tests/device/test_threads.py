@@ -1,0 +1,40 @@
+"""Threads share kernels: each is traced and compiled once, whoever comes first."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tolerances import assert_same
+
+NPU = "npu"
+OPS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    torch.atan,
+    torch.asinh,
+    lambda t: t * t + 3,
+    lambda t: torch.softmax(t, 0),
+    lambda t: t.sum(0) - 1,
+    lambda t: t.amax(0),
+]
+
+
+def test_ops_called_first_by_several_threads_are_right(
+    counts: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.randn(5, 3, 2, 2)
+    a = x.to(NPU)
+    with (
+        caplog.at_level(logging.WARNING, logger="npu_iree"),
+        ThreadPoolExecutor(6) as pool,
+    ):
+        calls = [op for op in OPS for _ in range(3)]
+        results = list(pool.map(lambda op: op(a), calls))
+    for op, result in zip(calls, results, strict=True):
+        assert_same(result.cpu(), op(x))
+    assert counts["compiles"] <= 8  # each op once
+    assert "runs on the host" not in caplog.text

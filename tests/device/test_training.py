@@ -1,0 +1,162 @@
+"""Training on "npu": eager-CPU's losses, and nothing comes back before the loss is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+import npu_iree
+
+NPU = "npu"
+PROGRAM = Path(__file__).parents[1] / "programs" / "npu_virtual.py"
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def test_on_memory_of_its_own_nothing_crosses_but_what_is_read(kernel_cache: Path) -> None:
+    environment = {**os.environ, "NPU_IREE_CACHE": str(kernel_cache)}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    expected = torch.tensor(told["losses"].pop("cpu"))
+    for losses in told["losses"].values():
+        torch.testing.assert_close(torch.tensor(losses), expected, rtol=1e-5, atol=1e-6)
+    assert told["crossed"] == {"npu False": [3, 3], "npu True": [3, 3]}  # the losses, by item()
+
+
+class Block(nn.Module):
+    def __init__(self, inner: int, outer: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inner, outer, 3, stride, 1, bias=False)
+        self.second = nn.Conv2d(outer, outer, 3, 1, 1, bias=False)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(outer), nn.BatchNorm2d(outer)])
+        is_same = stride == 1 and inner == outer
+        self.short: nn.Module = nn.Identity()
+        if not is_same:
+            conv = nn.Conv2d(inner, outer, 1, stride, bias=False)
+            self.short = nn.Sequential(conv, nn.BatchNorm2d(outer))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(self.norms[0](self.first(x)))
+        return F.relu(self.norms[1](self.second(y)) + self.short(x))
+
+
+class ResNet18(nn.Module):
+    """The network of that name, an eighth as wide, with a graph break in its middle."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        stem = nn.Conv2d(3, width, 7, 2, 3, bias=False)
+        self.stem = nn.Sequential(stem, nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+        sizes = [width, width, width, 2 * width, 2 * width, 4 * width, 4 * width, 8 * width]
+        blocks = [
+            Block(inner, outer, 1 if inner == outer else 2)
+            for inner, outer in zip(sizes, [*sizes[1:], 8 * width], strict=True)
+        ]
+        self.first, self.rest = nn.Sequential(*blocks[:4]), nn.Sequential(*blocks[4:])
+        self.head = nn.Linear(8 * width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.stem(x))
+        torch._dynamo.graph_break()
+        return self.head(self.rest(x).mean((2, 3)))
+
+
+class Gpt2(nn.Module):
+    """GPT-2, two layers of it, with a graph break before its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 256, "n_positions": 64}
+        tokens = {"bos_token_id": 0, "eos_token_id": 0}
+        config = transformers.GPT2Config(**sizes, **tokens)  # type: ignore[arg-type]
+        self.model = transformers.GPT2LMHeadModel(config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.model.transformer(x).last_hidden_state
+        torch._dynamo.graph_break()
+        return self.model.lm_head(hidden).flatten(0, 1)
+
+
+class Mlp(nn.Module):
+    """Two layers with a dropout and a graph break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.second = nn.Linear(32, 64), nn.Dropout(0.1), nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(F.gelu(self.first(x)))
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def images() -> Iterator[Batch]:
+    for _ in range(3):
+        yield torch.randn(4, 3, 64, 64), torch.randint(0, 10, (4,))
+
+
+def rows() -> Iterator[Batch]:
+    for _ in range(3):
+        yield torch.randn(16, 32), torch.randint(0, 10, (16,))
+
+
+def tokens() -> Iterator[Batch]:
+    for _ in range(3):
+        text = torch.randint(0, 256, (2, 17))
+        yield text[:, :-1].contiguous(), text[:, 1:].reshape(-1)
+
+
+def losses(
+    build: Callable[[], nn.Module],
+    batches: list[Batch],
+    where: str,
+    optimizer: type[torch.optim.Optimizer],
+    compiled: bool,
+) -> torch.Tensor:
+    torch.manual_seed(0)
+    model = build().train().to(where)
+    call = torch.compile(model, backend="npu_iree") if compiled else model
+    steps = optimizer(model.parameters(), lr=0.01)  # type: ignore[call-arg]
+    found = []
+    for x, y in batches:
+        with npu_iree.copy_budget(d2h=0):
+            loss = F.cross_entropy(call(x.to(where)), y.to(where))
+            steps.zero_grad()
+            loss.backward()
+            steps.step()
+        found.append(loss)
+    return torch.tensor([loss.item() for loss in found])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("build", "batches", "optimizer"),
+    [
+        (Mlp, rows, torch.optim.AdamW),
+        (ResNet18, images, torch.optim.SGD),
+        (Gpt2, tokens, torch.optim.SGD),
+    ],
+)
+def test_losses_are_those_of_the_cpu(
+    build: Callable[[], nn.Module],
+    batches: Callable[[], Iterator[Batch]],
+    optimizer: type[torch.optim.Optimizer],
+) -> None:
+    given = list(batches())
+    expected = losses(build, given, "cpu", optimizer, compiled=False)
+    for compiled in (False, True):
+        found = losses(build, given, NPU, optimizer, compiled)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert expected.unique().numel() == len(given)

@@ -1,0 +1,62 @@
+"""Ops whose usual lowering is wrong at an edge: integers, scalars, nothing at all, infinity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tolerances import assert_same
+
+INF = float("inf")
+FLOATS = torch.tensor([[0.0, 1.0, 2.5, -1.0], [0.5, -3.0, 7.0, -0.1]])
+WHOLE = torch.tensor([[0, 7, -7, 3], [5, -2, 1, 9]])
+SCALAR = torch.tensor(3.0)
+INDEX = torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0]])
+NOTHING = torch.empty(0, 4)
+
+CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+    "power of infinity": (lambda x: (x**INF, x**-INF), (FLOATS,)),
+    "floor division of floats": (lambda x: torch.floor_divide(x, 0.3), (FLOATS,)),
+    "hardtanh of integers": (lambda x: torch.nn.functional.hardtanh(x, -2, 3), (WHOLE,)),
+    "logspace of integers": (
+        lambda x: x + torch.logspace(0, 4, 4, 5.0, dtype=torch.int64),
+        (WHOLE,),
+    ),
+    "mean of scattered integers": (
+        lambda x, i: (
+            torch.scatter_reduce(x, 0, i, x, "mean"),
+            torch.scatter_reduce(x, 0, i, x, "mean", include_self=False),
+        ),
+        (WHOLE, INDEX),
+    ),
+    "variance below its correction": (
+        lambda x: (x.var(0, correction=3), torch.var_mean(x[:0]), torch.std(x[:1], 0)),
+        (FLOATS,),
+    ),
+    "scalars along a dimension": (
+        lambda x: (x.cumsum(0), x.amax(0), x.argmin(0), x.max(-1), x.softmax(0), x.sort()),
+        (SCALAR,),
+    ),
+    "scalars picked and put": (
+        lambda x: (
+            x.gather(0, torch.tensor(0)),
+            x.index_select(0, torch.tensor([0])),
+            x.scatter(0, torch.tensor(0), x * 2),
+        ),
+        (SCALAR,),
+    ),
+    "nothing": (
+        lambda x, y: (torch.cat([x, y * 2, x]), x.repeat(2, 3), (x @ y.T).sum(), x.view(4, 0)),
+        (NOTHING, FLOATS),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+@pytest.mark.parametrize("name", CASES)
+def test_it_gives_what_eager_gives(name: str) -> None:
+    function, inputs = CASES[name]
+    assert_same(torch.compile(function, backend="npu_iree")(*inputs), function(*inputs))
