@@ -57,6 +57,9 @@ DECOMPOSITIONS = {aten.native_dropout.default: native_dropout}
 def read_sizes_only(graph: fx.Graph) -> None:
     """Let random ops that fill a tensor take an empty one: they need not wait for its values.
 
+    The numbers go into memory in its order: what lies there in another order than that of its
+    dimensions is drawn as it lies, and permuted.
+
     Before: %1 = relu(%0); %2 = rand_like(%1)
     After:  %1 = relu(%0); %e = empty([4, 8]); %2 = rand_like(%e)
     """
@@ -64,12 +67,40 @@ def read_sizes_only(graph: fx.Graph) -> None:
         source = node.args[0] if node.args else None
         if str(node.target) not in _FILLING or not isinstance(source, fx.Node):
             continue
+        filled = source.meta["val"]
+        order = _memory_order(filled)
         while source.target is aten.empty_like.default and isinstance(source.args[0], fx.Node):
             source = source.args[0]
-        value, wanted = source.meta.get("val"), node.args[0].meta["val"]
-        if isinstance(value, torch.Tensor) and _is_contiguous(wanted):
-            with graph.inserting_before(node):
-                node.update_arg(0, _empty(graph, source, wanted))
+        if order is None or node.kwargs.get("memory_format") not in (None, torch.preserve_format):
+            continue
+        with graph.inserting_before(node):
+            node.update_arg(0, _empty(graph, source, filled, order))
+        if order != sorted(order):
+            _permute_result(graph, node, order)
+
+
+def _memory_order(tensor: torch.Tensor) -> list[int] | None:
+    """Return the dimensions of a dense tensor from slowest to fastest, or None."""
+    natural = list(range(tensor.dim()))
+    for order in (natural, sorted(natural, key=lambda d: -_hint(tensor.stride()[d]))):
+        if _is_contiguous(tensor.permute(order)):
+            return order
+    return None
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    return size if isinstance(size, int) else int(size.node.hint if size.node.has_hint() else 2)
+
+
+def _permute_result(graph: fx.Graph, node: fx.Node, order: list[int]) -> None:
+    """Let who reads a node read its dimensions in their own order again."""
+    back = [order.index(d) for d in range(len(order))]
+    value = node.meta["val"]
+    node.meta["val"] = value.new_empty([value.shape[d] for d in order])
+    with graph.inserting_after(node):
+        again = graph.call_function(aten.permute.default, (node, back))
+    again.meta = {**node.meta, "val": node.meta["val"].permute(back)}
+    node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not again)
 
 
 def _is_contiguous(tensor: torch.Tensor) -> bool:
@@ -82,10 +113,18 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _empty(graph: fx.Graph, source: fx.Node, wanted: torch.Tensor) -> fx.Node:
-    """Add an empty tensor like `wanted`, whose sizes are those of `source`."""
+def _empty(graph: fx.Graph, source: fx.Node, filled: torch.Tensor, order: list[int]) -> fx.Node:
+    """Add an empty tensor like `filled`, its dimensions as they are in memory.
+
+    Args:
+        graph: where to; has an insertion point.
+        source: a node of the same sizes.
+        filled: what a random op fills.
+        order: its dimensions from slowest to fastest.
+    """
     sizes: list[int | fx.Node] = []
-    for dim, size in enumerate(wanted.shape):
+    for dim in order:
+        size = filled.shape[dim]
         if isinstance(size, int):
             sizes.append(size)
             continue
@@ -93,7 +132,7 @@ def _empty(graph: fx.Graph, source: fx.Node, wanted: torch.Tensor) -> fx.Node:
         node.meta["val"] = size
         sizes.append(node)
     empty = graph.call_function(
-        aten.empty.memory_format, (sizes,), {"dtype": wanted.dtype, "device": torch.device("cpu")}
+        aten.empty.memory_format, (sizes,), {"dtype": filled.dtype, "device": torch.device("cpu")}
     )
-    empty.meta = {"val": wanted, "stack_trace": source.meta.get("stack_trace")}
+    empty.meta = {"val": filled.permute(order), "stack_trace": source.meta.get("stack_trace")}
     return empty
