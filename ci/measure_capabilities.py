@@ -2,11 +2,13 @@
 
     python ci/measure_capabilities.py --journal capabilities.jsonl
     python ci/measure_capabilities.py --journal capabilities.jsonl --write
+    python ci/measure_capabilities.py --check 30
 
 The first command traces PyTorch's own table of ops (`op_db`, which needs the package `expecttest`)
 and our own programs as the backend would, takes the graphs apart, and tries each distinct op by
 itself: lower, compile, run, compare with eager. It appends one line an op to the journal and can be
-stopped and started again. The second command turns the journal into the table.
+stopped and started again. The second command turns the journal into the table. The third measures
+some ops anew, spread over all there are, and fails where the table says otherwise.
 """
 
 from __future__ import annotations
@@ -20,14 +22,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import lowering.capabilities
+from lowering.capabilities import Capabilities, load_capabilities
 from measuring.find import OURS, Source, find, sources
 from measuring.single_op import PLAIN, SingleOp
-from measuring.table import Row, table_text
+from measuring.table import Row, disagreement, table_text
 from measuring.verdict import Verdict, judge
 from npu_iree.conformance.pool import Died, Progress, run_all
 
+_Item = TypeVar("_Item")
 TABLE = Path(lowering.capabilities.__file__).with_name("npu-local.toml")
 PRELOAD = [
     "torch.testing._internal.common_methods_invocations",
@@ -67,7 +72,9 @@ PASSES = (
 def main() -> int:
     """Measure, or write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--journal", type=Path, required=True, help="JSON lines, one an op tried")
+    todo = parser.add_mutually_exclusive_group(required=True)
+    todo.add_argument("--journal", type=Path, help="JSON lines, one an op tried")
+    todo.add_argument("--check", type=int, metavar="N", help="compare N ops with the table")
     parser.add_argument("--write", action="store_true", help="write the table from the journal")
     parser.add_argument("--table", type=Path, default=TABLE, help="the table to write")
     parser.add_argument("--workers", type=int, default=2, help="processes at work")
@@ -77,6 +84,8 @@ def main() -> int:
         args.table.write_text(table_text(_read(args.journal).values()))
         return 0
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    if args.check:
+        return _check(args.check, load_capabilities(str(args.table)), args.workers, args.limit)
     for measured in PASSES:
         _measure(measured, args.journal, args.workers, args.limit)
     return 0
@@ -96,13 +105,35 @@ def _measure(measured: Pass, journal: Path, workers: int, limit_s: float) -> Non
     print(f"{measured.dtypes}: done in {_since(started)}", flush=True)
 
 
+def _check(count: int, table: Capabilities, workers: int, limit_s: float) -> int:
+    """Try a call each of some ops, and list those of which the table says something else."""
+    entries = [source for source in _sources(PASSES[0]) if source.position >= 0]
+    by_op = {single.op: single for single in _traced(_spread(entries, 2 * count), workers)}
+    singles = _spread(list(by_op.values()), count)
+    wrong = []
+    for single, answer in run_all(_judge, singles, workers=workers, limit_s=limit_s):
+        if problem := disagreement(_row(single, answer), table):
+            wrong.append(f"{single.key}: {problem}")
+    print(f"{len(singles)} ops tried; {len(wrong)} are not as the table says")
+    print("\n".join(sorted(wrong)))
+    return bool(wrong)
+
+
 def _found(measured: Pass, workers: int) -> list[SingleOp]:
-    """Trace every source of a pass; the result does not depend on which worker ends first."""
-    todo = [
+    """Trace every source of a pass."""
+    return _traced(_sources(measured), workers)
+
+
+def _sources(measured: Pass) -> list[Source]:
+    return [
         source
         for dtype in measured.dtypes
         for source in sources(dtype, measured.samples, backward=dtype == "f32")
     ]
+
+
+def _traced(todo: Sequence[Source], workers: int) -> list[SingleOp]:
+    """Trace programs into distinct ops; the result does not depend on which worker ends first."""
     found: dict[Source, list[SingleOp]] = {}
     for source, answer in run_all(_find, todo, workers=workers, limit_s=120):
         if isinstance(answer, Died):
@@ -131,9 +162,9 @@ def _chosen(found: Iterable[SingleOp], measured: Pass) -> list[SingleOp]:
     return chosen
 
 
-def _spread(calls: Sequence[SingleOp], count: int) -> list[SingleOp]:
-    count = min(count, len(calls))
-    return [calls[i * len(calls) // count] for i in range(count)]
+def _spread(items: Sequence[_Item], count: int) -> list[_Item]:
+    count = min(count, len(items))
+    return [items[i * len(items) // count] for i in range(count)]
 
 
 def _find(source: Source, progress: Progress) -> list[SingleOp]:

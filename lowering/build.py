@@ -53,7 +53,7 @@ class Builder:
 
     def program_key(self, program: Program) -> CacheKey:
         """Return the key of a program."""
-        return program_key(program, self.target, self.toolchain.flags)
+        return program_key(program, self.target, self.toolchain.flags, self.toolchain.kernels)
 
     def program(self, program: Program) -> Entry:
         """Get the module of a program.

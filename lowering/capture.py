@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import detect_fake_mode
 
+from lowering.empty import make_empty_values
 from lowering.errors import InternalError
+from lowering.nodes import view_root
+from lowering.randomness import read_sizes_only
 
 # Tensor constants up to this many elements stay in the IR, where the compiler can fold them.
 INLINE_CONSTANT_ELEMENTS = 16
@@ -23,7 +29,7 @@ _FROM_THE_END = frozenset(
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """A functional ATen graph.
+    """A functional ATen graph, and what is written to its inputs when all of it has been computed.
 
     Attributes:
         graph_module: the graph; nodes are placeholders, `call_function` of ATen ops (or of Python
@@ -32,6 +38,7 @@ class CapturedGraph:
         weights: those placeholders whose tensors keep their identity between calls.
         constants: tensors that the graph itself holds, by the name of their node.
         kind: what AOTAutograd made it for: `inference`, `forward` (of training) or `backward`.
+        written: the inputs that are written to, in this order; the last outputs are the values.
         handles: those inputs that are on the device when a call begins.
         kept: those results that stay there.
     """
@@ -41,6 +48,7 @@ class CapturedGraph:
     weights: frozenset[fx.Node]
     constants: dict[fx.Node, torch.Tensor]
     kind: str = "inference"
+    written: tuple[fx.Node, ...] = ()
     handles: frozenset[fx.Node] = frozenset()
     kept: frozenset[fx.Node] = frozenset()
 
@@ -51,10 +59,30 @@ class CapturedGraph:
 
     @property
     def outputs(self) -> tuple[object, ...]:
-        """What the graph returns: a node, None or a Python scalar each."""
-        (output,) = self.graph_module.graph.find_nodes(op="output")
-        (values,) = output.args
-        return tuple(values) if isinstance(values, (list, tuple)) else (values,)
+        """What the graph returns, then what it writes: a node, None or a Python scalar each."""
+        return _outputs(self.graph_module.graph)
+
+    @property
+    def results(self) -> tuple[object, ...]:
+        """What the graph returns."""
+        return self.outputs[: len(self.outputs) - len(self.written)]
+
+    @property
+    def writes(self) -> tuple[tuple[fx.Node, fx.Node], ...]:
+        """What is written: (input, new value), in order."""
+        values = self.outputs[len(self.results) :]
+        pairs = zip(self.written, values, strict=True)
+        return tuple((node, value) for node, value in pairs if isinstance(value, fx.Node))
+
+    def run_eagerly(self, *args: Any) -> list[Any]:
+        """Run the graph with PyTorch's own kernels."""
+        values = list(self.graph_module(*args))
+        count = len(self.results)
+        news = [v.clone() if any(v is arg for arg in args) else v for v in values[count:]]
+        arguments = dict(zip(self.inputs, args, strict=True))
+        for node, value in zip(self.written, news, strict=True):
+            arguments[node].data.copy_(value)  # AOTAutograd counts the version
+        return values[:count]
 
 
 def capture_aot(
@@ -74,12 +102,61 @@ def capture_aot(
     Raises:
         InternalError: the graph calls modules or methods, which AOTAutograd never leaves.
     """
+    written = _take_writes(graph_module.graph)
+    _view_inputs_apart(graph_module.graph, written)
     constants = normalize(graph_module)
     inputs = tuple(graph_module.graph.find_nodes(op="placeholder"))
     for node, name in zip(inputs, names, strict=False):
         node._rename(name)
-    bindable = frozenset(inputs[i] for i in weights if i < len(inputs))
-    return CapturedGraph(graph_module, inputs, bindable, constants, kind)
+    bindable = frozenset(inputs[i] for i in weights if i < len(inputs)).difference(written)
+    return CapturedGraph(graph_module, inputs, bindable, constants, kind, written)
+
+
+def _take_writes(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """Make a graph functional that writes to its inputs at its end; return which it writes to.
+
+    Before: %1 = add(%x, 1); %2 = copy_(%x, %1); return [%y]
+    After:  %1 = add(%x, 1); return [%y, %1]                  with %x written
+    """
+    writes: list[tuple[fx.Node, fx.Node]] = []
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        target, value = node.args[:2]
+        if target.op != "placeholder" or any(user.op != "output" for user in node.users):
+            raise InternalError(f"in a functional graph, {node.format_node()} is not at the end")
+        node.replace_all_uses_with(target)
+        graph.erase_node(node)
+        writes.append((target, value))
+    if writes:
+        outputs: Any = (*_outputs(graph), *(value for _, value in writes))
+        graph.output_node().args = (outputs,)
+    return tuple(target for target, _ in writes)
+
+
+def _view_inputs_apart(graph: fx.Graph, written: Collection[fx.Node]) -> None:
+    """Give each result that is a view of an input a view of its own, which nothing else reads.
+
+    Such a view is made on the host, and shares the input's memory and version: autograd saves it
+    for the backward pass, and looks whether somebody has written to it.
+
+    Before: %1 = permute(%x, [1, 0]); %2 = mm(%y, %1); return [%2, %1]
+    After:  %1 = permute(%x, [1, 0]); %2 = mm(%y, %1); %3 = permute(%x, [1, 0]); return [%2, %3]
+    """
+    output = graph.output_node()
+    for result in output.all_input_nodes:
+        root = view_root(result)
+        if root is not result and root.op == "placeholder" and root not in written:
+            with graph.inserting_before(output):
+                output.replace_input_with(result, _view_again(graph, result, root))
+
+
+def _view_again(graph: fx.Graph, node: fx.Node, root: fx.Node) -> fx.Node:
+    """Copy the views that lead from a node to a view of it."""
+    if node is root:
+        return root
+    base = node.args[0]
+    assert isinstance(base, fx.Node)
+    again = _view_again(graph, base, root)
+    return graph.node_copy(node, lambda n: again if n is base else n)
 
 
 def normalize(graph_module: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
@@ -91,13 +168,17 @@ def normalize(graph_module: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
     Raises:
         InternalError: the graph calls modules or methods.
     """
+    read_sizes_only(graph_module.graph)
     _share_sizes(graph_module.graph)
+    make_empty_values(graph_module.graph)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
     constants: dict[fx.Node, torch.Tensor] = {}
     for node in graph_module.graph.nodes:
         if node.op in ("call_module", "call_method"):
             raise InternalError(f"a functional graph has no {node.op}: {node.format_node()}")
+        if node.op == "call_function" and "val" not in node.meta:
+            node.meta["val"] = _fake_result(node)
         node.target = _CANONICAL.get(node.target, node.target)
         if str(node.target).rpartition(".")[0] in _FROM_THE_END and node.args[1] < 0:
             node.update_arg(1, node.args[1] + max(1, node.meta["val"].dim()))
@@ -122,6 +203,19 @@ def _share_sizes(graph: fx.Graph) -> None:
             first = known.setdefault(str(value.node.expr), node)
             if first is not node and node.op == "call_function":
                 node.replace_all_uses_with(first)
+
+
+def _fake_result(node: fx.Node) -> Any:
+    """Say what a node gives: AOTAutograd's partitioner makes some and leaves it out."""
+    target: Any = node.target
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    with detect_fake_mode(args) or contextlib.nullcontext():
+        return target(*args, **kwargs)
+
+
+def _outputs(graph: fx.Graph) -> tuple[object, ...]:
+    (values,) = graph.output_node().args
+    return tuple(values) if isinstance(values, (list, tuple)) else (values,)
 
 
 def attribute(module: torch.nn.Module, path: str) -> object:

@@ -20,6 +20,7 @@ from lowering.partition import Partition, partition
 from lowering.plan import Plan, build_plan
 from lowering.record import GraphRecord, Healed, graph_text
 from lowering.region import Region, bound_nodes, extract_region
+from lowering.writes import given_inputs
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,14 @@ class Compiler:
             disabled_ops=self.disabled_ops,
             failed=healed.failed if healed else None,
             apart=healed.apart if healed else None,
+            kernels=self.builder.toolchain.kernels,
         )
         refused = [op for op in parts.host_ops.values() if op.kind in ("unsupported", "failed")]
         if self.forbid_host and refused:
             raise UnsupportedOpError(self.builder.target.name, _each_once(refused))
-        bound = bound_nodes(captured)
-        return parts, build_plan(parts, [extract_region(s, bound) for s in parts.regions])
+        bound, given = bound_nodes(captured), given_inputs(parts)
+        regions = [extract_region(s, bound, given=given[s.name]) for s in parts.regions]
+        return parts, build_plan(parts, regions)
 
     def compile(self, captured: CapturedGraph) -> CompiledGraph:
         """Plan a graph and compile its regions.

@@ -1,8 +1,10 @@
-"""Convolutions whose window stands in one place only, in a form that IREE compiles.
+"""Convolutions and their gradients, in forms that torch-mlir and IREE compile.
 
 torch-mlir pads the input as PyTorch does; with a stride, a part at the end may never be read. Where
-there is one place along a dimension, IREE drops the stride and then finds the sizes at odds with
-each other ("inferred input/output operand #1 has shape's dimension #2 to be 4, but found 3").
+the window stands in one place along a dimension, IREE drops the stride and then finds the sizes at
+odds with each other ("inferred input/output operand #1 has shape's dimension #2 to be 4, but found
+3"). Transposed convolutions in groups, and gradients in groups, in three dimensions or of
+transposed convolutions, torch-mlir does not lower; all of them are convolutions of something else.
 """
 
 from __future__ import annotations
@@ -27,13 +29,20 @@ def convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> Any:
-    """Decompose `aten.convolution` where the end of the padded input is never read.
+    """Decompose `aten.convolution` where it is transposed in groups, or does not read its end.
 
     Before: convolution(%x, %w, None, [2], [1], ...)        with %x of [N, C, 2], %w of [F, C, 3]
     After:  %1 = constant_pad_nd(%x, [1, 0]); convolution(%1, %w, None, [2], [0], ...)
     """
-    if transposed or not all(isinstance(s, int) for s in (*x.shape, *weight.shape)):
+    rank = x.dim() - 2
+    stride, padding, dilation, output_padding = (
+        _of_each(v, rank) for v in (stride, padding, dilation, output_padding)
+    )
+    if not _are_static(x, weight) or (transposed and groups == 1):
         return _UNCHANGED
+    if transposed:
+        y = _transposed(x, weight, stride, padding, dilation, output_padding, groups)
+        return y if bias is None else y + bias.reshape(-1, *[1] * rank)
     pads, left = [], list(padding)
     for i, size in enumerate(x.shape[2:]):
         window = dilation[i] * (weight.shape[2 + i] - 1) + 1
@@ -50,4 +59,152 @@ def convolution(
     )
 
 
-DECOMPOSITIONS = {aten.convolution.default: convolution}
+def convolution_backward(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    output_mask: Sequence[bool],
+) -> Any:
+    """Decompose `aten.convolution_backward` in groups, in 3 dimensions, or of a transposed one."""
+    rank = x.dim() - 2
+    is_plain = not transposed and groups == 1 and rank < 3
+    if is_plain or not _are_static(gradient, x, weight):
+        return _UNCHANGED
+    stride, padding, dilation = (_of_each(v, rank) for v in (stride, padding, dilation))
+    kernel = weight.shape[2:]
+    places = (stride, padding, dilation)
+    of_x = of_weight = of_bias = None
+    if output_mask[0] and transposed:
+        whole = aten.convolution.default(gradient, weight, None, *places, False, [0] * rank, groups)
+        of_x = _cut(whole, x.shape[2:])
+    elif output_mask[0]:
+        reached = [
+            (n - 1) * s - 2 * p + d * (k - 1) + 1
+            for n, s, p, d, k in zip(gradient.shape[2:], *places, kernel, strict=True)
+        ]
+        unread = [n - r for n, r in zip(x.shape[2:], reached, strict=True)]
+        of_x = _transposed(gradient, weight, *places, unread, groups)
+    if output_mask[1]:
+        pair = (gradient, x) if transposed else (x, gradient)
+        of_weight = _weight_gradient(*pair, kernel, *places, groups)
+    if output_mask[2]:
+        of_bias = gradient.sum([0, *range(2, 2 + rank)])
+    return of_x, of_weight, of_bias
+
+
+def _transposed(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    output_padding: Sequence[int],
+    groups: int,
+) -> torch.Tensor:
+    """Write a transposed convolution as one: of the spread input, with the flipped weight.
+
+    Args:
+        x: [N, C, ...].
+        weight: [C, F / groups, ...].
+        stride: how far the elements are spread.
+        padding: what is left out on both sides.
+        dilation: of the weight.
+        output_padding: what is added at the end.
+        groups: each of C / groups channels.
+
+    Returns:
+        [N, F, ...].
+    """
+    rank = x.dim() - 2
+    amounts: list[int] = []
+    for i in range(rank):
+        x = _spread(x, 2 + i, stride[i])
+        reach = dilation[i] * (weight.shape[2 + i] - 1) - padding[i]
+        amounts = [reach, reach + output_padding[i], *amounts]
+    grouped = weight.reshape(groups, -1, *weight.shape[1:]).transpose(1, 2)
+    flipped = grouped.reshape(-1, grouped.shape[2], *weight.shape[2:]).flip([*range(2, 2 + rank)])
+    padded = aten.constant_pad_nd.default(x, amounts, 0)
+    ones, zeros = [1] * rank, [0] * rank
+    result: torch.Tensor = aten.convolution.default(
+        padded, flipped, None, ones, zeros, dilation, False, zeros, groups
+    )
+    return result
+
+
+def _weight_gradient(
+    x: torch.Tensor,
+    gradient: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> torch.Tensor:
+    """Write the gradient of a weight as a convolution over the batch, with the gradient as weight.
+
+    Args:
+        x: what was convolved, [N, C, ...].
+        gradient: of the result, [N, F, ...].
+        kernel: size of the weight.
+        stride: of the convolution; here, the dilation.
+        padding: of the convolution.
+        dilation: of the convolution; here, the stride.
+        groups: of the convolution.
+
+    Returns:
+        [F, C / groups, *kernel].
+    """
+    batch, rank = x.shape[0], x.dim() - 2
+    by_group = x.reshape(batch, groups, -1, *x.shape[2:]).transpose(0, 2)
+    swapped = by_group.reshape(-1, groups * batch, *x.shape[2:])
+    whole: torch.Tensor = aten.convolution.default(
+        swapped,
+        gradient.transpose(0, 1),
+        None,
+        dilation,
+        padding,
+        stride,
+        False,
+        [0] * rank,
+        groups,
+    )
+    return _cut(whole, kernel).transpose(0, 1)
+
+
+def _cut(x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """Leave out what is beyond these sizes of the last dimensions."""
+    for i, size in enumerate(sizes):
+        x = x.narrow(2 + i, 0, size)
+    return x
+
+
+def _spread(x: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
+    """Put `stride - 1` zeros between the elements along a dimension."""
+    if stride == 1:
+        return x
+    behind = x.dim() - 1 - dim
+    amounts = [0, 0] * behind + [0, stride - 1]
+    apart: torch.Tensor = aten.constant_pad_nd.default(x.unsqueeze(dim + 1), amounts, 0)
+    return apart.flatten(dim, dim + 1).narrow(dim, 0, (x.shape[dim] - 1) * stride + 1)
+
+
+def _are_static(*tensors: torch.Tensor) -> bool:
+    return all(isinstance(size, int) for t in tensors for size in t.shape)
+
+
+def _of_each(values: Sequence[int], rank: int) -> Sequence[int]:
+    """Give one value a dimension; PyTorch takes a single one for all."""
+    return list(values) * rank if len(values) == 1 else values
+
+
+DECOMPOSITIONS = {
+    aten.convolution.default: convolution,
+    aten.convolution_backward.default: convolution_backward,
+}

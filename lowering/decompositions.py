@@ -9,8 +9,18 @@ from typing import Any
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
 
-from lowering import attention, batch_norm, convolution, exact
-from lowering.views import view
+from lowering import (
+    attention,
+    batch_norm,
+    convolution,
+    exact,
+    indexing,
+    pooling,
+    randomness,
+)
+from lowering.halves import with_halves
+from lowering.scalars import with_scalars
+from lowering.views import split_with_sizes, view
 
 aten = torch.ops.aten
 OpOverload = torch._ops.OpOverload
@@ -59,6 +69,9 @@ KEPT_OPS = frozenset(
     }
 )
 
+# Their decompositions draw uniform numbers where eager's kernels draw others.
+EAGERS_RANDOM_OPS = frozenset({"aten.bernoulli.default"})
+
 
 def op_name(target: object) -> str:
     """Return the name we give an op everywhere, e.g. `aten.add.Tensor`."""
@@ -77,27 +90,36 @@ def matches(op: str, patterns: Iterable[str]) -> bool:
 @cache
 def _default_table() -> dict[OpOverload, Callable[..., Any]]:
     ours = {
+        aten.split_with_sizes.default: split_with_sizes,
         aten.view.default: view,
         **attention.DECOMPOSITIONS,
         **batch_norm.DECOMPOSITIONS,
         **convolution.DECOMPOSITIONS,
         **exact.DECOMPOSITIONS,
+        **indexing.DECOMPOSITIONS,
+        **pooling.DECOMPOSITIONS,
+        **randomness.DECOMPOSITIONS,
     }
-    return {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS), **ours}
+    pytorchs = {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS)}
+    taken = {op: fn for op, fn in pytorchs.items() if not matches(str(op), KEPT_OPS)}
+    table = {**taken, **ours}
+    table |= with_scalars(table)
+    return {**table, **with_halves(table)}
 
 
 def decomposition_table(
-    keep_ops: Iterable[str] = (), user: DecompositionTable | None = None
+    keep_ops: Iterable[str] = (), user: DecompositionTable | None = None, rng: str = "default"
 ) -> dict[OpOverload, Callable[..., Any]]:
     """Build the table that AOTAutograd decomposes with.
 
     Args:
         keep_ops: ops to leave whole, by `aten.name.overload`, `aten.name` or `name`.
         user: decompositions of the user's own; they win over ours and over `keep_ops`.
+        rng: `host` leaves random ops whole where their pieces draw other numbers than eager.
 
     Returns:
         op overload -> a function on tensors that computes the same.
     """
-    keep = {*KEPT_OPS, *keep_ops}
+    keep = {*keep_ops, *(EAGERS_RANDOM_OPS if rng == "host" else ())}
     table = {op: fn for op, fn in _default_table().items() if not matches(str(op), keep)}
     return {**table, **(user or {})}

@@ -74,6 +74,11 @@ class HostOp:
     where: str = ""
     code: str = ""
 
+    @property
+    def is_inability(self) -> bool:
+        """Whether the target cannot run it: views and moves may be left to the host although."""
+        return self.kind in ("unsupported", "failed", "state")
+
     def __str__(self) -> str:
         place = f"\n      at {self.where}" if self.where else ""
         code = f": {self.code}" if self.where and self.code else ""

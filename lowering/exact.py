@@ -45,8 +45,10 @@ def clamp(x: torch.Tensor, low: Number | None = None, high: Number | None = None
 
 
 def hardtanh(x: torch.Tensor, low: Number = -1, high: Number = 1) -> Any:
-    """Decompose `aten.hardtanh` (and so `relu6`) into `clamp`."""
-    return torch.clamp(x, low, high)
+    """Decompose `aten.hardtanh` (and so `relu6`) into `clamp`, which keeps integers."""
+    if _is_inexact(x):
+        return torch.clamp(x, low, high)
+    return torch.clamp(x, int(low), int(high))
 
 
 def neg(x: torch.Tensor) -> Any:
@@ -64,8 +66,8 @@ def div_mode(x: torch.Tensor, y: torch.Tensor | int, *, rounding_mode: str | Non
 
 
 def floor_divide(x: torch.Tensor, y: torch.Tensor | int) -> Any:
-    """Decompose `aten.floor_divide` on integers."""
-    return div_mode(x, y, rounding_mode="floor")
+    """Decompose `aten.floor_divide`, which is `aten.div` with a rounding mode."""
+    return torch.div(x, y, rounding_mode="floor")
 
 
 def absolute(x: torch.Tensor) -> Any:
@@ -114,6 +116,11 @@ def gelu(x: torch.Tensor, *, approximate: str = "none") -> Any:
     return 0.5 * x * (1 + torch.tanh(inner))
 
 
+def ldexp(x: torch.Tensor, exponent: torch.Tensor) -> Any:
+    """Decompose `aten.ldexp`: a product with a power, which torch-mlir computes in halves."""
+    return x * torch.pow(2.0, exponent)
+
+
 def pad(x: torch.Tensor, amounts: Sequence[int], value: Number = 0) -> Any:
     """Decompose `aten.constant_pad_nd` that takes away: torch-mlir takes the wrong side."""
     if not any(isinstance(n, int) and n < 0 for n in amounts):
@@ -156,6 +163,63 @@ def min_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
     return torch.amin(x, dim, keepdim), torch.argmin(x, dim, keepdim)
 
 
+def var(
+    x: torch.Tensor,
+    dim: list[int] | None = None,
+    *,
+    correction: Number | None = None,
+    keepdim: bool = False,
+) -> Any:
+    """Decompose `aten.var` of fewer elements than the correction: it divides by zero, not less."""
+    if x.dtype.is_complex:
+        return _UNCHANGED
+    dims = list(dim or range(x.dim()))
+    count = math.prod(x.shape[d] for d in dims) if x.dim() else 1
+    if not isinstance(count, int) or count >= (1 if correction is None else correction):
+        return _UNCHANGED
+    squares = torch.square(x - torch.sum(x, dims, True) / count) if count else x
+    return torch.sum(squares, dims, keepdim) / torch.zeros((), dtype=x.dtype, device=x.device)
+
+
+def var_mean(
+    x: torch.Tensor,
+    dim: list[int] | None = None,
+    *,
+    correction: Number | None = None,
+    keepdim: bool = False,
+) -> Any:
+    """Decompose `aten.var_mean` where `var` is."""
+    spread = var(x, dim, correction=correction, keepdim=keepdim)
+    if spread is _UNCHANGED:
+        return _UNCHANGED
+    return spread, torch.mean(x, list(dim or range(x.dim())), keepdim)
+
+
+def scatter_mean(
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Any:
+    """Decompose the mean of `aten.scatter_reduce` on integers: it is rounded down."""
+    if reduce != "mean" or _is_inexact(x):
+        return _UNCHANGED
+    total = torch.scatter_reduce(x, dim, index, source, "sum", include_self=include_self)
+    start = torch.ones_like(x) if include_self else torch.zeros_like(x)
+    count = torch.scatter_add(start, dim, index, torch.ones_like(source))
+    return torch.div(total, torch.clamp(count, 1), rounding_mode="floor")
+
+
+def logspace(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+    """Keep `aten.logspace` of integers whole: a power that is a little too small loses one."""
+    if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+        return _UNCHANGED
+    return torch._refs.logspace(*args, dtype=dtype, **kwargs)
+
+
 DECOMPOSITIONS = {
     aten.abs.default: absolute,
     aten.argmax.default: argmax,
@@ -168,6 +232,11 @@ DECOMPOSITIONS = {
     aten.floor_divide.default: floor_divide,
     aten.gelu.default: gelu,
     aten.hardtanh.default: hardtanh,
+    aten.ldexp.Tensor: ldexp,
+    aten.logspace.Scalar_Tensor: logspace,
+    aten.logspace.Tensor_Scalar: logspace,
+    aten.logspace.Tensor_Tensor: logspace,
+    aten.logspace.default: logspace,
     aten.max.dim: max_dim,
     aten.maximum.default: maximum,
     aten.min.dim: min_dim,
@@ -175,8 +244,11 @@ DECOMPOSITIONS = {
     aten.neg.default: neg,
     aten.pow.Tensor_Scalar: pow_scalar,
     aten.remainder.Tensor: remainder,
+    aten.scatter_reduce.two: scatter_mean,
     aten.sum.default: total,
     aten.sum.dim_IntList: total_dim,
+    aten.var.correction: var,
+    aten.var_mean.correction: var_mean,
 }
 
 

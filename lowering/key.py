@@ -12,12 +12,13 @@ from pathlib import Path
 
 from lowering.canonical import canonical_text
 from lowering.digest import text_digest
+from lowering.kernels import Kernel, used_kernels
 from lowering.program import Program
 from lowering.target import CompileTarget, FlagSet
 
 PACKAGES = ("torch", "torch-mlir", "iree-base-compiler")
 # What a module is; the other parts say who compiled it, and where.
-IDENTITY = ("program", "parameters", "rebind", "flags", "target")
+IDENTITY = ("program", "kernels", "parameters", "given", "rebind", "flags", "target")
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,19 @@ class CacheKey:
         return "\n".join([self.digest, *lines])
 
 
-def program_key(program: Program, target: CompileTarget, flags: FlagSet = ()) -> CacheKey:
+def program_key(
+    program: Program,
+    target: CompileTarget,
+    flags: FlagSet = (),
+    kernels: Mapping[str, Kernel] | None = None,
+) -> CacheKey:
     """Make the key of a program for a target.
 
     Args:
         program: the program.
         target: what to compile for; all flag sets that may be tried are part of the key.
         flags: the user's own flags.
+        kernels: the user's own kernels; those of ops that the program does not have are left out.
     """
     flag_sets = target.flag_sets_for(program.has_convolution, flags)
     texts = [f"{entry}:\n{canonical_text(graph)}" for entry, graph in program.graphs.items()]
@@ -65,7 +72,11 @@ def program_key(program: Program, target: CompileTarget, flags: FlagSet = ()) ->
     return CacheKey(
         {
             "program": text_digest("\n".join(texts)),
+            "kernels": json.dumps(
+                {o: text_digest(t) for o, t in used_kernels(kernels or {}, program.ops).items()}
+            ),
             "parameters": json.dumps(program.parameters),
+            "given": json.dumps(program.given),
             "rebind": json.dumps(program.rebind),
             "flags": json.dumps(flag_sets),
             "target": target.name,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils import _pytree as pytree
 
 from lowering.decompositions import op_name
 
@@ -100,6 +102,26 @@ def draws_random_numbers(node: fx.Node) -> bool:
     target = node.target
     seeded = torch.Tag.nondeterministic_seeded
     return isinstance(target, torch._ops.OpOverload) and seeded in target.tags
+
+
+def makes_sizes(node: fx.Node) -> bool:
+    """Say whether sizes of a node's result depend on its arguments' data: `x[x > 0]`."""
+    known = [n.meta.get("val") for n in node.all_input_nodes]
+    return bool(_unbacked(node.meta.get("val")).difference(*map(_unbacked, known)))
+
+
+def _unbacked(value: object) -> frozenset[object]:
+    sized = [v for v in pytree.tree_leaves(value) if isinstance(v, (torch.Tensor, torch.SymInt))]
+    return frozenset(symbol for v in sized for symbol in free_unbacked_symbols(v))
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Say whether a node must keep its place among others of its kind.
+
+    A higher-order op may draw random numbers in its body, or restore a generator's state.
+    """
+    is_higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
+    return is_higher_order or draws_random_numbers(node) or bool(node.is_impure())
 
 
 def is_subgraph(node: fx.Node) -> bool:

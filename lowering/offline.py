@@ -20,6 +20,7 @@ from lowering.dtypes import dtype_name
 from lowering.errors import StageError, UnsupportedOpError
 from lowering.export import Export, ExportError, capture_export, functional, written_buffers
 from lowering.heal import Healer
+from lowering.kernels import Kernel
 from lowering.key import compiler_build
 from lowering.manifest import Manifest, Parameter
 from lowering.nodes import is_scalar
@@ -62,8 +63,13 @@ def capture_exports(
     return exports
 
 
-def check_exports(exports: Sequence[Export], target: str, capabilities: Capabilities) -> None:
-    """Check that the target runs every op.
+def check_exports(
+    exports: Sequence[Export],
+    target: str,
+    capabilities: Capabilities,
+    kernels: Mapping[str, Kernel] | None = None,
+) -> None:
+    """Check that the target runs every op, custom ones by their kernels.
 
     Raises:
         UnsupportedOpError: it does not; lists all that it cannot run.
@@ -71,7 +77,7 @@ def check_exports(exports: Sequence[Export], target: str, capabilities: Capabili
     ops = []
     for export in exports:
         nodes = [n for n in export.captured.nodes if not is_scalar(n)]
-        ops += list(why_host(nodes, capabilities).values())
+        ops += list(why_host(nodes, capabilities, kernels=kernels).values())
     if ops:
         raise UnsupportedOpError(target, ops, *_NO_HOST)
 

@@ -15,12 +15,15 @@ from lowering.capabilities import Capabilities, node_tensors
 from lowering.capture import CapturedGraph
 from lowering.decompositions import matches, op_name
 from lowering.errors import HostOp
+from lowering.kernel_calls import why_no_kernel
+from lowering.kernels import Kernel
 from lowering.nodes import (
     FACTORY_OPS,
     MOVE_OPS,
     draws_random_numbers,
     is_one_of,
     is_scalar,
+    makes_sizes,
     view_root,
 )
 from lowering.segments import DEVICE, Segment, grow_segments, named, with_own_sizes
@@ -56,6 +59,7 @@ def partition(
     disabled_ops: Iterable[str] = (),
     failed: Mapping[fx.Node, str] | None = None,
     apart: Mapping[fx.Node, int] | None = None,
+    kernels: Mapping[str, Kernel] | None = None,
 ) -> Partition:
     """Cut a graph into convex device regions and host segments.
 
@@ -66,16 +70,22 @@ def partition(
         failed: nodes that the compiler has refused before, and why.
         apart: nodes that it has refused together: those with different numbers get regions of
             their own.
+        kernels: what custom ops are on the device.
     """
     scalars = tuple(n for n in captured.nodes if is_scalar(n))
     compute = [n for n in captured.nodes if n not in set(scalars)]
-    host_ops = why_host(compute, capabilities, disabled_ops=disabled_ops, failed=failed)
+    host_ops = why_host(
+        compute, capabilities, disabled_ops=disabled_ops, failed=failed, kernels=kernels
+    )
     for node in _views_between_results(captured):
         if node not in host_ops:
             host_ops[node] = _host_op(node, "cost", "a view of a result, made where the result is")
     for node in compute:  # the results of a multi-output op are taken apart where it runs
         if node.target is operator.getitem and node.args[0] in host_ops:
             host_ops[node] = host_ops[node.args[0]]  # type: ignore[index]
+    for node in reversed(compute):  # what is made from nothing for the host is made there
+        if is_one_of(node, FACTORY_OPS) and node.users and host_ops.keys() >= node.users.keys():
+            host_ops.setdefault(node, _host_op(node, "cost", "made from nothing, for the host"))
     while True:
         segments = grow_segments(compute, host_ops, apart or {})
         idle = [s for s in segments if s.space == DEVICE and not _computes(s)]
@@ -94,30 +104,33 @@ def why_host(
     *,
     disabled_ops: Iterable[str] = (),
     failed: Mapping[fx.Node, str] | None = None,
+    kernels: Mapping[str, Kernel] | None = None,
 ) -> dict[fx.Node, HostOp]:
     """Give the nodes that cannot, or shall not, run on the device, each with its reason.
 
     Args:
         nodes: nodes that compute tensors.
-        capabilities, disabled_ops, failed: as for `partition`.
+        capabilities, disabled_ops, failed, kernels: as for `partition`.
     """
     disabled = frozenset(disabled_ops)
-    found = {n: _why_host(n, capabilities, disabled, failed or {}) for n in nodes}
+    found = {n: _why_host(n, capabilities, disabled, failed or {}, kernels or {}) for n in nodes}
     return {node: host_op for node, host_op in found.items() if host_op is not None}
 
 
 def _views_between_results(captured: CapturedGraph) -> list[fx.Node]:
-    """Give the views that make one result share memory with another, as eager's do.
+    """Give the views that make one result share memory with another or an input, as eager's do.
 
     Only those that lead to nothing but results: what else reads a view has it on the device.
     """
-    results = {o for o in captured.outputs if isinstance(o, fx.Node)}
+    results = {o for o in captured.results if isinstance(o, fx.Node)}
     results -= captured.kept  # handles share no memory that anybody writes to
     shared = Counter(view_root(node) for node in results)
     found: list[fx.Node] = []
     for node in reversed(captured.nodes):
         root = view_root(node)
-        if root is node or shared[root] < 2 or root in captured.inputs:
+        if root is node or root in captured.written:
+            continue
+        if shared[root] < 2 and root not in captured.inputs:
             continue
         if all(user.op == "output" or user in found for user in node.users):
             found.append(node)
@@ -129,6 +142,7 @@ def _why_host(
     capabilities: Capabilities,
     disabled: frozenset[str],
     failed: Mapping[fx.Node, str],
+    kernels: Mapping[str, Kernel],
 ) -> HostOp | None:
     name = op_name(node.target)
     if node.target is operator.getitem:
@@ -142,6 +156,13 @@ def _why_host(
         return _host_op(node, "state", reason)
     if not isinstance(node.target, torch._ops.OpOverload):
         return _host_op(node, "unsupported", "no ATen op, so only PyTorch itself can run it")
+    if makes_sizes(node):
+        return _host_op(node, "unsupported", "the sizes of its result depend on data")
+    if name in kernels:
+        why_not = why_no_kernel(node, kernels[name])
+        return _host_op(node, "unsupported", why_not) if why_not else None
+    if node.target.namespace not in ("aten", "prims") and name not in capabilities.ops:
+        return _host_op(node, "unsupported", "a custom op without a kernel (register_kernel)")
     why_not = capabilities.why_not(name, node_tensors(node))
     return _host_op(node, "unsupported", why_not) if why_not else None
 

@@ -8,6 +8,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import fx
 
 from lowering.cpu import required_features
 from lowering.errors import CancelledError, StageError, WorkerStartError
+from lowering.kernels import Kernel, used_kernels
 from lowering.program import Program
 from lowering.service import CompileService, Fault, Limits
 from lowering.stages import CompileOptions, Stage
@@ -40,6 +42,7 @@ class Toolchain:
         service: worker processes for the stages after the import; None runs them in this process.
         limits: what a stage may take in a worker.
         flags: the user's own `iree-compile` flags, after the target's.
+        kernels: the user's own kernels, by their ops.
         fault: a failure to commit in a worker, for tests.
         cancelled: set when nobody waits for the product any more.
     """
@@ -47,6 +50,7 @@ class Toolchain:
     service: CompileService | None = None
     limits: Limits = field(default_factory=Limits)
     flags: FlagSet = ()
+    kernels: Mapping[str, Kernel] = field(default_factory=dict)
     fault: Fault | None = None
     cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -96,7 +100,9 @@ def compile_program(
     options = CompileOptions(
         flags=flag_sets[0] if flag_sets else (),
         parameters=program.parameters,
+        given=program.given,
         rebind=program.rebind,
+        kernels=used_kernels(toolchain.kernels, program.ops),
     )
     torch_asm = run_stage(ATEN_TO_TORCH, program.graphs, options, toolchain, dump)
     linalg_asm = run_stage(TORCH_TO_LINALG, torch_asm, options, toolchain, dump)
@@ -129,7 +135,13 @@ def stop_after(
     if stage not in names:
         raise ValueError(f"no stage {stage!r}; there are: {', '.join(names)}")
     flags = target.flag_sets_for(program.has_convolution, toolchain.flags)[0]
-    options = CompileOptions(flags=flags, parameters=program.parameters, rebind=program.rebind)
+    options = CompileOptions(
+        flags=flags,
+        parameters=program.parameters,
+        given=program.given,
+        rebind=program.rebind,
+        kernels=used_kernels(toolchain.kernels, program.ops),
+    )
     value: Any = program.graphs
     for step in STAGES[: names.index(stage) + 1]:
         value = run_stage(step, value, options, toolchain)

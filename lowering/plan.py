@@ -1,4 +1,4 @@
-"""The schedule of one graph: put, invoke, gather, host, scalar and free steps, as data.
+"""The schedule of one graph: put, invoke, gather, host, scalar, write and free steps, as data.
 
 A plan names values, not buffers: `relu` on the host and `relu` on the device are two places of one
 value. Device work is listed as early as its inputs allow, so that everything up to a host segment
@@ -75,6 +75,17 @@ class Scalar:
 
 
 @dataclass(frozen=True)
+class Write:
+    """Write values to arguments of the call, where the device has not done so in place."""
+
+    inputs: tuple[str, ...]
+    values: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"write   {_names(self.values)} to {_names(self.inputs)}"
+
+
+@dataclass(frozen=True)
 class Free:
     """Drop values after their last use."""
 
@@ -84,7 +95,7 @@ class Free:
         return f"free    {_names(self.values)}"
 
 
-Step = Put | Invoke | Gather | Host | Scalar | Free
+Step = Put | Invoke | Gather | Host | Scalar | Write | Free
 
 
 @dataclass(frozen=True)
@@ -167,7 +178,10 @@ class _Scheduler:
             self._need_scalar(node)
         stay = captured.kept & self._on_device
         self._gather([n for n in returned if n not in stay], "the caller")
-        outputs = tuple(Value(o.name) if isinstance(o, fx.Node) else o for o in captured.outputs)
+        if captured.writes:
+            inputs, values = zip(*captured.writes, strict=True)
+            self._steps.append(Write(_node_names(inputs), _node_names(values)))
+        outputs = tuple(Value(o.name) if isinstance(o, fx.Node) else o for o in captured.results)
         return Plan(
             inputs=tuple(n.name for n in captured.inputs),
             outputs=outputs,
@@ -253,6 +267,8 @@ def _mentioned(step: Step) -> tuple[str, ...]:
             return (*inputs, *outputs)
         case Scalar(output, inputs):
             return (*inputs, output)
+        case Write(inputs, values):
+            return (*inputs, *values)
         case Free(values):
             return values
 

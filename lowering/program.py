@@ -41,6 +41,11 @@ class Program:
         return {entry: region.parameter_names for entry, region in self.regions.items()}
 
     @property
+    def given(self) -> dict[str, tuple[int, ...]]:
+        """The arguments of each entry point that it may overwrite, where there are some."""
+        return {entry: region.given for entry, region in self.regions.items() if region.given}
+
+    @property
     def ops(self) -> frozenset[str]:
         """The names of the ops in it."""
         return frozenset(op for region in self.regions.values() for op, _ in region.ops)

@@ -131,6 +131,7 @@ def graph_text(captured: CapturedGraph) -> str:
 def _note(captured: CapturedGraph, node: fx.Node) -> str:
     value = node.meta.get("val")
     bound = " bound" if node in captured.weights else ""
+    bound += " written" if node in captured.written else ""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return bound
     order = memory_order(value)

@@ -34,6 +34,7 @@ class Region:
         outputs: nodes of the captured graph behind the outputs.
         signature: shapes, dtypes and layouts.
         ops: the names of its ops and the user's lines, in order, for errors and reports.
+        given: the positions of the inputs that a call gives away: it may overwrite them.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Region:
     outputs: tuple[fx.Node, ...]
     signature: Signature
     ops: tuple[tuple[str, SourceLine], ...]
+    given: tuple[int, ...] = ()
 
 
 def extract_region(
@@ -51,6 +53,7 @@ def extract_region(
     bound: Collection[fx.Node],
     names: Mapping[fx.Node, str] | None = None,
     order: Sequence[fx.Node] = (),
+    given: Collection[fx.Node] = (),
 ) -> Region:
     """Copy a device segment into a graph of its own.
 
@@ -67,6 +70,7 @@ def extract_region(
         bound: nodes (weights, constants) that are bound once instead of passed at each call.
         names: what each of them is bound under; by default `p0`, `p1`, ...
         order: which input, and which output, comes before which; by default as they are used.
+        given: inputs that it may overwrite.
     """
     rank = {node: i for i, node in reversed([*enumerate(order)])}
     sources = sorted(segment.inputs, key=lambda n: rank.get(n, 0))
@@ -99,6 +103,7 @@ def extract_region(
         outputs=outputs,
         signature=signature,
         ops=tuple((str(n.target), user_line(n)) for n in segment.nodes),
+        given=tuple(i for i, n in enumerate(inputs) if n in given),
     )
 
 

@@ -17,7 +17,7 @@ from typing import TypeAlias, TypeVar
 
 from torch import fx
 
-from lowering.nodes import draws_random_numbers, is_number, is_subgraph
+from lowering.nodes import has_effect, is_scalar, is_subgraph
 
 DEVICE, HOST = "device", "host"
 
@@ -54,14 +54,11 @@ class Segment:
 
         def is_read_outside(node: fx.Node) -> bool:
             return any(
-                user not in own or (_is_size(user) and is_read_outside(user)) for user in node.users
+                user not in own or (is_scalar(user) and is_read_outside(user))
+                for user in node.users
             )
 
-        return tuple(n for n in self.nodes if not _is_size(n) and is_read_outside(n))
-
-
-def _is_size(node: fx.Node) -> bool:
-    return is_number(node.meta.get("val"))
+        return tuple(n for n in self.nodes if not is_scalar(n) and is_read_outside(n))
 
 
 def grow_segments(
@@ -104,7 +101,7 @@ def _dependencies(
                 found[parent] = None
             elif parent.op == "call_function":
                 stack += parent.all_input_nodes
-        if draws_random_numbers(node) or node.is_impure():
+        if has_effect(node):
             if last_effect is not None:
                 found[last_effect] = None
             last_effect = node
@@ -203,7 +200,7 @@ def _topological(order: Sequence[int], direct: Sequence[set[int]]) -> list[int]:
 
 def with_own_sizes(segment: Segment, scalars: Sequence[fx.Node]) -> Segment:
     """Let a segment compute the sizes of its own tensors: it cannot wait for itself."""
-    if segment.space != DEVICE or not scalars:
+    if not scalars:
         return segment
     own, arithmetic = set(segment.nodes), set(scalars)
     needed: set[fx.Node] = set()

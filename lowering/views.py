@@ -6,6 +6,7 @@ them first, and only then splitting, is right.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -43,6 +44,15 @@ def view(tensor: torch.Tensor, size: Sequence[Size]) -> Any:
     if collapsed.dim() == len(size):
         return collapsed
     return torch.ops.aten.view.default(collapsed, [s for _, sizes in groups for s in sizes])
+
+
+def split_with_sizes(tensor: torch.Tensor, sizes: Sequence[Size], dim: int = 0) -> Any:
+    """Decompose `aten.split_with_sizes` at dynamic sizes, which torch-mlir refuses, into slices."""
+    if all(isinstance(s, int) for s in (*tensor.shape, *sizes)):
+        return _UNCHANGED
+    starts = itertools.accumulate(sizes, initial=0)
+    pairs = zip(starts, sizes, strict=False)
+    return [torch.ops.aten.slice.Tensor(tensor, dim, start, start + size) for start, size in pairs]
 
 
 def _copies(tensor: torch.Tensor, size: Sequence[int]) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import sys
+import types
 from typing import Any
 
 __version__ = "0.1.0"
@@ -17,6 +19,7 @@ _PUBLIC = {
     "DeviceError": "npu_iree.errors",
     "DeviceTimeoutError": "npu_iree.errors",
     "HostCopyError": "npu_iree.errors",
+    "KernelError": "npu_iree.errors",
     "Ledger": "npu_iree.transfers",
     "NotCompiledError": "npu_iree.errors",
     "NpuIreeError": "npu_iree.errors",
@@ -34,6 +37,7 @@ _PUBLIC = {
     "open_device": "npu_iree.device",
     "ready": "npu_iree.waiting",
     "record_transfers": "npu_iree.transfers",
+    "register_kernel": "npu_iree.kernels",
     "register_device": "npu_iree.torch_device.registration",
     "save_bundle": "npu_iree.bundles",
     "save_parameters": "npu_iree.offline.parameters",
@@ -51,3 +55,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_PUBLIC])
+
+
+class _Package(types.ModuleType):
+    """This package: importing a module does not hide the public function of the same name."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in _PUBLIC or not isinstance(value, types.ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lowering.capture import CapturedGraph, capture_aot
-from lowering.decompositions import decomposition_table
 from npu_iree import bundles
+from npu_iree.aliasing import Aliases
+from npu_iree.aot import aot_backend
 from npu_iree.cause import Cause
 from npu_iree.device import open_device
-from npu_iree.errors import NotCompiledError, OptionError
+from npu_iree.errors import NotCompiledError, NpuIreeError, OptionError
 from npu_iree.executable import Executable
 from npu_iree.frozen import can_freeze
 from npu_iree.options import Options
@@ -35,6 +35,13 @@ from npu_iree.versions import check_versions
 
 log = logging.getLogger(__name__)
 _GRAPH_NUMBERS = itertools.count()
+# What AOTAutograd says of an argument such as `x.expand(3, 4)` that the graph writes to in part: it
+# would write all of it. Eager writes to the part, or refuses, too, to write to all.
+_SHARED_MEMORY = "refers to a single memory location"
+_OTHER_ALIASES = (
+    "it writes to its arguments, and these overlap in another way than those that it was compiled "
+    "for (clone one of them, or call torch._dynamo.reset())"
+)
 
 
 def npu_iree(
@@ -67,17 +74,46 @@ def npu_iree(
     check_versions("torch", *compilers, "iree-base-runtime")
     source = _Source.of(graph_module, example_inputs)
     compile_aot = functools.partial(_compile_aot, parsed, source)
-    user = {**graphs.DECOMPOSITIONS, **parsed.decompositions} if on_npu else parsed.decompositions
-    backend = aot_autograd(
-        fw_compiler=functools.partial(compile_aot, kind="forward"),
-        bw_compiler=functools.partial(compile_aot, kind="backward"),
-        inference_compiler=functools.partial(compile_aot, kind="inference"),
-        decompositions=decomposition_table(
-            parsed.keep_ops | parsed.target_value.compile.keep_ops, user
-        ),
-    )
-    compiled: Callable[..., Any] = backend(graph_module, example_inputs)
-    return compiled
+    kinds = ("forward", "backward", "inference")
+    backend = aot_backend(parsed, *(functools.partial(compile_aot, kind=kind) for kind in kinds))
+    try:
+        compiled: Callable[..., Any] = backend(graph_module, example_inputs)
+    except RuntimeError as error:
+        if _SHARED_MEMORY not in str(error) or parsed.fallback == "error":
+            raise
+        log.warning("a graph runs in eager, since it writes to an expanded tensor: %s", error)
+        return graph_module
+    return compiled if on_npu else _guarded(compiled, graph_module, example_inputs, parsed)
+
+
+def _guarded(
+    compiled: Callable[..., Any],
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+) -> Callable[..., Any]:
+    """Run a graph in eager where its arguments share memory as it was not compiled for.
+
+    Only what writes to its arguments can tell.
+    """
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is None or not any(info.mutates_data for info in metadata.input_info):
+        return compiled
+    nodes = graph_module.graph.find_nodes(op="placeholder")
+    values = [node.meta.get("example_value") for node in nodes]
+    free = [isinstance(v, torch.Tensor) and not isinstance(v.storage_offset(), int) for v in values]
+    aliases, warn = Aliases(inputs, free), functools.cache(log.warning)
+
+    def run(*args: Any) -> Any:
+        if aliases.are_as_compiled(args):
+            return compiled(*args)
+        if options.fallback == "error":
+            raise NpuIreeError(_OTHER_ALIASES)
+        warn("calls of a graph run in eager: %s", _OTHER_ALIASES)
+        return graph_module(*args)
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -167,7 +203,7 @@ def _compile_aot(
     weights = _bindable_weights(source.inputs) if is_same and options.bind_weights else ()
     views = graphs.prepare(graph_module)
     captured = capture_aot(graph_module, weights, source.names if is_same else (), kind)
-    captured = graphs.placed(captured)
+    written, captured = captured.written, graphs.placed(captured)
     runner: Callable[..., Any]
     with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
         try:
@@ -176,10 +212,9 @@ def _compile_aot(
             if options.compile != "eager":
                 raise
             log.warning("a graph runs on PyTorch's CPU kernels, as compile='eager' says: %s", error)
-            captured.graph_module.recompile()
-            runner = captured.graph_module
+            runner = captured.run_eagerly
     if captured.handles or captured.kept:
-        runner = graphs.HandleRunner(runner, captured, views)
+        runner = graphs.HandleRunner(runner, captured, written, views)
 
     def run(args: list[Any]) -> list[Any]:
         results = list(runner(*args))

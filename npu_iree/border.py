@@ -10,7 +10,15 @@ import torch
 from lowering.region import inverse
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device, dense_copy, why_not_in_place
-from npu_iree.frozen import frozen, is_lazy_copy, overlapping
+from npu_iree.frozen import (
+    end_lazy_copy,
+    frozen,
+    is_lazy_copy,
+    is_same_memory,
+    overlapping,
+    storage_address,
+    unversioned,
+)
 from npu_iree.transfers import Transfer, is_watched, record
 
 
@@ -38,7 +46,11 @@ class Crossing:
 
 
 def put_in_place(
-    device: Device, tensor: torch.Tensor, crossing: Crossing, imported: list[torch.Tensor]
+    device: Device,
+    tensor: torch.Tensor,
+    crossing: Crossing,
+    imported: list[torch.Tensor],
+    is_given: bool = False,
 ) -> DeviceArray:
     """Give the device a tensor, in place if its memory allows; the caller waits before it returns.
 
@@ -47,9 +59,12 @@ def put_in_place(
         tensor: a CPU tensor; nobody writes to it until the work that reads it has ended.
         crossing: what is known of it.
         imported: takes the host memory that the device was given.
+        is_given: the device may write to the memory, too.
     """
     if tensor.requires_grad:
         tensor = tensor.detach()
+    if is_given and is_lazy_copy(tensor):
+        end_lazy_copy(tensor)
     stored = tensor if crossing.back is None else tensor.permute(crossing.order)
     problem = why_not_in_place(stored, device.target.alignment_bytes)
     if is_watched():
@@ -72,6 +87,7 @@ def fetch(
     reader: str,
     imported: list[torch.Tensor],
     kept: Sequence[DeviceArray] = (),
+    targets: Sequence[torch.Tensor | None] = (),
 ) -> list[torch.Tensor]:
     """Bring handles to the host in one batch, behind one wait.
 
@@ -83,6 +99,8 @@ def fetch(
         imported: host memory that the device was given, or gave, in this call.
         kept: other results of the call, which the device goes on to use: nobody else gets their
             memory.
+        targets: for each handle, the argument that it will be written to, if it will; it may be in
+            that memory already.
 
     Raises:
         DeviceError: the work that makes one of them failed.
@@ -96,9 +114,41 @@ def fetch(
     tensors = device.fetch(arrays)
     if device.target.memory == "unified":
         imported += device.fetch(kept)
-        _separate(tensors, imported, crossings, reader)
-    pairs = zip(tensors, crossings, strict=True)
-    return [t if c.back is None else t.permute(c.back) for t, c in pairs]
+        _separate(tensors, imported, crossings, reader, targets)
+    return [_in_order(t, c) for t, c in zip(tensors, crossings, strict=True)]
+
+
+def write_back(
+    device: Device,
+    arguments: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    names: Sequence[str],
+) -> None:
+    """Write to arguments of a call what the graph says, unless the device has done so in place.
+
+    Args:
+        device: that of the call.
+        arguments: what is written to. Who called us counts their versions.
+        values: what is written; they may be, or be views of, arguments as they were.
+        names: of the values.
+    """
+    owned = {storage_address(t) for t in arguments}
+    fresh = [
+        v if is_same_memory(v, t) or storage_address(v) not in owned else v.clone()
+        for t, v in zip(arguments, values, strict=True)
+    ]
+    for argument, value, name in zip(arguments, fresh, names, strict=True):
+        if is_same_memory(value, argument):
+            continue
+        if is_watched() and device.target.memory == "unified":
+            reason = "written to the caller's memory"
+            record(Transfer("d2h", "staged", value.nbytes, name, "the caller", "", reason))
+        with torch.no_grad():
+            unversioned(argument).copy_(value)
+
+
+def _in_order(tensor: torch.Tensor, crossing: Crossing) -> torch.Tensor:
+    return tensor if crossing.back is None else tensor.permute(crossing.back)
 
 
 def _separate(
@@ -106,13 +156,20 @@ def _separate(
     imported: list[torch.Tensor],
     crossings: Sequence[Crossing],
     reader: str,
+    targets: Sequence[torch.Tensor | None],
 ) -> None:
     """Copy what came back in memory of an argument or of another result.
 
     The compiler hands the same buffer out twice where values are equal (`x + 0`, `y.clone()`); in
     eager they are two tensors.
     """
-    for i in overlapping(tensors, imported):
+    in_place = {
+        i
+        for i, target in enumerate(targets)
+        if target is not None and is_same_memory(_in_order(tensors[i], crossings[i]), target)
+    }
+    others = [i for i in range(len(tensors)) if i not in in_place]
+    for i in (others[k] for k in overlapping([tensors[i] for i in others], imported)):
         if is_watched():
             reason = "its memory is also that of an argument, a state or another result"
             name, where = crossings[i].name, crossings[i].where

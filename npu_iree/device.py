@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from iree.runtime import _binding as hal
+from torch._prims_common import make_contiguous_strides_for
 
 from lowering.dtypes import DTYPE_NAMES
 from npu_iree.array import DeviceArray
@@ -212,13 +213,21 @@ def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 def why_not_in_place(stored: torch.Tensor, alignment_bytes: int) -> str:
     """Say why a tensor's memory cannot be used as it is; empty if it can."""
-    if not stored.is_contiguous():
+    if not stored.is_contiguous() or (stored.numel() == 0 and not _has_own_strides(stored)):
         return "not dense in the order that was compiled for"
     if stored.is_conj() or stored.is_neg():
         return "a lazy conjugate or negative"
     if address_of(stored) % alignment_bytes:
         return f"not aligned to {alignment_bytes} bytes"
     return ""
+
+
+def _has_own_strides(empty: torch.Tensor) -> bool:
+    """Say whether a tensor without elements has the strides that it would be made with.
+
+    PyTorch calls any strides of it contiguous; IREE's import compares them.
+    """
+    return empty.stride() == make_contiguous_strides_for(empty.shape)
 
 
 def _all_of(points: Sequence[Timepoint]) -> Timepoint:

@@ -14,6 +14,7 @@ from lowering.errors import (
     StageError,
     UnsupportedOpError,
 )
+from lowering.kernels import KernelError
 
 __all__ = [
     "ArgumentError",
@@ -24,6 +25,7 @@ __all__ = [
     "HostCopyError",
     "HostOp",
     "InternalError",
+    "KernelError",
     "NotCompiledError",
     "NpuIreeError",
     "OptionError",

@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from lowering.capture import capture_aot
-from lowering.decompositions import decomposition_table
+from lowering.capture import CapturedGraph, capture_aot
 from lowering.errors import HostOp
 from lowering.plan import Gather, Plan, Put
 from lowering.region import Region
+from npu_iree.aot import aot_backend
 from npu_iree.backend import input_names
 from npu_iree.options import Options
 from npu_iree.targets import Target
@@ -117,9 +116,6 @@ def explain(
         OptionError: an option does not exist or has a bad value.
     """
     parsed = Options.parse({**(options or {}), "fallback": "host"})
-    table = decomposition_table(
-        parsed.keep_ops | parsed.target_value.compile.keep_ops, parsed.decompositions
-    )
     found = Explanation()
 
     def plan(names: Sequence[str], graph_module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -127,7 +123,7 @@ def explain(
         with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
             _, schedule = compiler_for(parsed).plan(captured)
         found.graphs.append(GraphExplanation(schedule, parsed.target_value))
-        run = functools.partial(_run_boxed, graph_module)
+        run = functools.partial(_run_boxed, captured)
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
@@ -136,17 +132,18 @@ def explain(
         if reason is not None and reason.graph_break:
             found.graph_breaks.append(_break_text(reason))
         compiler = functools.partial(plan, input_names(graph_module))
-        compiled: Callable[..., Any] = aot_autograd(
-            fw_compiler=compiler, bw_compiler=functools.partial(plan, ()), decompositions=table
-        )(graph_module, inputs)
+        backward = functools.partial(plan, ())
+        compiled: Callable[..., Any] = aot_backend(parsed, compiler, backward, compiler)(
+            graph_module, inputs
+        )
         return compiled
 
     torch.compile(model, backend=backend)(*args, **kwargs)
     return found
 
 
-def _run_boxed(graph_module: fx.GraphModule, args: list[Any]) -> Any:
-    return graph_module(*args)
+def _run_boxed(captured: CapturedGraph, args: list[Any]) -> list[Any]:
+    return captured.run_eagerly(*args)
 
 
 def _break_text(reason: Any) -> str:

@@ -32,6 +32,28 @@ def is_lazy_copy(tensor: torch.Tensor) -> bool:
     return bool(torch._C._is_cow_tensor(tensor))  # type: ignore[attr-defined]
 
 
+def end_lazy_copy(tensor: torch.Tensor) -> None:
+    """Give a lazy copy memory of its own, to write to without PyTorch."""
+    tensor.data_ptr()
+
+
+def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Say whether two tensors are the same elements in the same memory."""
+    if one.shape != other.shape or address_of(one) != address_of(other):
+        return False
+    strides = zip(one.shape, one.stride(), other.stride(), strict=True)
+    return one.dtype == other.dtype and all(size == 1 or a == b for size, a, b in strides)
+
+
+def unversioned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same tensor to write to without counting a version of it.
+
+    Who writes what AOTAutograd asks for leaves the counting to it: it knows which writes autograd
+    may see.
+    """
+    return tensor if tensor.is_inference() else tensor.data
+
+
 def can_freeze(tensor: torch.Tensor) -> bool:
     """Say whether every write to this tensor can be noticed.
 

@@ -76,6 +76,8 @@ class UnifiedMemory:
 
     def put(self, tensor: torch.Tensor, after: Timepoint, name: str) -> tuple[Any, Timepoint]:
         """Import the tensor's memory in place; it is kept alive as long as the view."""
+        if tensor.numel() == 0:  # its strides may be anything, and its memory none at all
+            tensor = torch.empty(1, dtype=tensor.dtype)[:0].reshape(tensor.shape)
         return self._device.from_dlpack_capsule(torch._C._to_dlpack(tensor)), after
 
     def fetch(

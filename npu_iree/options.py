@@ -30,6 +30,9 @@ class Options:
         bind_weights: bind parameters and buffers once per compiled graph (inference). Turn it off
             if something outside PyTorch writes to their memory, e.g. through a NumPy view that was
             taken before the first call.
+        rng: `host` makes random numbers those of CPU eager, bit for bit: random ops run as
+            PyTorch's CPU kernels, in eager's order and with eager's generators. By default some
+            are decomposed, and a seed reproduces a run of this backend only.
         bundle: file that `npu_iree.save_bundle` wrote; what is in it is not compiled.
         compile: what to do with what neither the bundle nor the cache has: `if_missing` compiles
             it, `never` raises an error that says what differs, `eager` runs the whole graph with
@@ -45,6 +48,7 @@ class Options:
     decompositions: Mapping[torch._ops.OpOverload, Callable[..., Any]] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     bind_weights: bool = True
+    rng: Literal["default", "host"] = "default"
     bundle: Path | None = None
     compile: Literal["if_missing", "never", "eager"] = "if_missing"
     compile_time_limit_s: float = 600.0
@@ -191,6 +195,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "decompositions": _decompositions,
     "flags": _flags,
     "bind_weights": _bool,
+    "rng": _one_of("default", "host"),
     "bundle": _path,
     "compile": _one_of("if_missing", "never", "eager"),
     "compile_time_limit_s": _positive,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from torch._dynamo.utils import counters
@@ -14,6 +15,7 @@ from lowering.plan import Plan
 from npu_iree.cause import Cause
 
 log = logging.getLogger(__name__)
+_recorders: list[list[Plan]] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +54,25 @@ class CompileReport:
         )
 
 
+@contextlib.contextmanager
+def recorded_plans() -> Iterator[list[Plan]]:
+    """Collect the plan of each graph that is compiled meanwhile, by whichever thread."""
+    plans: list[Plan] = []
+    _recorders.append(plans)
+    try:
+        yield plans
+    finally:
+        _recorders[:] = [other for other in _recorders if other is not plans]
+
+
 def tell(report: CompileReport, plan: Plan) -> None:
     """Count a compiled graph, log it, and enter it into the trace."""
+    for plans in _recorders:
+        plans.append(plan)
     counters["npu_iree"]["graphs"] += 1
     counters["npu_iree"]["regions"] += len(plan.regions)
     counters["npu_iree"]["host_ops"] += len(plan.host_ops)
-    # Views and moves may be left to the host although the target can; these it cannot.
-    cannot = sum(op.kind in ("unsupported", "failed", "state") for op in plan.host_ops)
-    counters["npu_iree"]["unsupported_ops"] += cannot
+    counters["npu_iree"]["unsupported_ops"] += sum(op.is_inability for op in plan.host_ops)
     if unsupported := [op for op in plan.host_ops if op.kind == "unsupported"]:
         listed = "\n  ".join(map(str, unsupported))
         log.warning(

@@ -11,13 +11,14 @@ from torch import fx
 
 from lowering.abi import ENTRY
 from lowering.host import extract_host
-from lowering.plan import Free, Gather, Host, Invoke, Plan, Put, Scalar, Step, Value
+from lowering.plan import Free, Gather, Host, Invoke, Plan, Put, Scalar, Step, Value, Write
 from lowering.region import memory_order
 from lowering.signature import TensorSpec
 from lowering.source import user_line
 from npu_iree.array import DeviceArray
-from npu_iree.border import Crossing, fetch, put_in_place
+from npu_iree.border import Crossing, fetch, put_in_place, write_back
 from npu_iree.device import Device
+from npu_iree.empty_sizes import is_empty, may_be_empty, run_on_host
 from npu_iree.errors import DeviceError, InternalError
 from npu_iree.executable import Executable
 from npu_iree.timeline import wait_all
@@ -64,9 +65,10 @@ class Runner:
         self._device = device
         self._index = {name: i for i, name in enumerate(_names(plan))}
         self._crossings = self._find_crossings()
+        self._targets = self._find_targets()
+        self._weights = Weights(plan, device, executables, constants)
         self._steps = [self._prepare(step) for step in plan.steps]
         self._constants = [(self._index[n], constants[n]) for n in plan.constants]
-        self._weights = Weights(plan, device, executables, constants)
         self._results = [
             (self._index[o.name], o.name in plan.kept) if isinstance(o, Value) else (-1, o)
             for o in plan.outputs
@@ -121,6 +123,17 @@ class Runner:
             found.setdefault(node.name, Crossing.of(node.name, order, user_line(node).where))
         return found
 
+    def _find_targets(self) -> dict[str, int]:
+        """Find the values that are written to arguments which regions are given."""
+        given = {r.inputs[i].name for r in self.plan.regions.values() for i in r.given}
+        pairs = [
+            pair
+            for step in self.plan.steps
+            if isinstance(step, Write)
+            for pair in zip(step.inputs, step.values, strict=True)
+        ]
+        return {value: self._index[name] for name, value in pairs if name in given}
+
     def _prepare(self, step: Step) -> _RunStep:
         match step:
             case Put(values):
@@ -133,18 +146,21 @@ class Runner:
                 return self._host_step(segment, inputs, outputs)
             case Scalar(output, _):
                 return self._scalar_step(self.plan.scalars[output])
+            case Write(inputs, values):
+                return self._write_step(inputs, values)
             case Free(values):
                 return self._free_step([self._index[v] for v in values])
 
     def _put_step(self, values: Sequence[str]) -> _RunStep:
         device = self._device
-        crossings = [(self._index[v], self._crossings[v]) for v in values]
+        given = set(self._targets.values())
+        crossings = [(i, self._crossings[v], i in given) for v in values for i in [self._index[v]]]
 
         def run(environment: _Environment) -> None:
             host, handles, imported = environment
-            for i, crossing in crossings:
+            for i, crossing, is_given in crossings:
                 if handles[i] is None:
-                    handles[i] = put_in_place(device, host[i], crossing, imported)
+                    handles[i] = put_in_place(device, host[i], crossing, imported, is_given)
 
         return run
 
@@ -156,11 +172,17 @@ class Runner:
             for name, spec in zip(inputs, specs, strict=True)
         ]
         targets = [self._index[name] for name in outputs]
+        code, device, weights = self.plan.regions[region], self._device, self._weights
+        is_dynamic = may_be_empty(code)
 
         def run(environment: _Environment) -> None:
             host, handles, _ = environment
             args: list[Any] = [handles[i] if is_tensor else host[i] for is_tensor, i in sources]
-            for i, array in zip(targets, function(*args), strict=True):
+            if is_dynamic and any(map(is_empty, args)):
+                results = run_on_host(device, code, args, weights.bound(region))
+            else:
+                results = function(*args)
+            for i, array in zip(targets, results, strict=True):
                 handles[i] = array
 
         return run
@@ -169,11 +191,13 @@ class Runner:
         device = self._device
         crossings = [self._crossings[v] for v in values]
         indices = [self._index[v] for v in values]
+        targets = [self._targets.get(v) for v in values]
 
         def run(environment: _Environment) -> None:
             host, handles, imported = environment
             arrays: list[Any] = [handles[i] for i in indices]
-            tensors = fetch(device, arrays, crossings, reader, imported)
+            places = [None if i is None else host[i] for i in targets]
+            tensors = fetch(device, arrays, crossings, reader, imported, targets=places)
             for i, tensor in zip(indices, tensors, strict=True):
                 host[i] = tensor
 
@@ -214,6 +238,18 @@ class Runner:
 
         return run
 
+    def _write_step(self, inputs: Sequence[str], values: Sequence[str]) -> _RunStep:
+        device = self._device
+        targets, sources = ([self._index[n] for n in names] for names in (inputs, values))
+
+        def run(environment: _Environment) -> None:
+            host = environment.host
+            if any(host[i] is None for i in targets):
+                raise InternalError("the graph writes to an argument that came as a handle")
+            write_back(device, [host[i] for i in targets], [host[i] for i in sources], values)
+
+        return run
+
     def _free_step(self, indices: Sequence[int]) -> _RunStep:
         def run(environment: _Environment) -> None:
             host, handles, _ = environment
@@ -245,4 +281,6 @@ def _names(plan: Plan) -> Sequence[str]:
                 names.update(dict.fromkeys((*inputs, *outputs)))
             case Scalar(output, inputs):
                 names.update(dict.fromkeys((*inputs, output)))
+            case Write(inputs, values):
+                names.update(dict.fromkeys((*inputs, *values)))
     return list(names)

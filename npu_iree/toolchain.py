@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
-import os
 from collections import Counter
 from pathlib import Path
 
@@ -16,12 +14,14 @@ from lowering.compiler import Compiler
 from lowering.denials import DenialRecord
 from lowering.key import package_version
 from lowering.pipeline import Toolchain
-from lowering.service import CompileService, Limits
+from lowering.service import Limits
 from npu_iree import __version__
 from npu_iree.errors import ArtifactError, OptionError
+from npu_iree.kernels import registered_kernels
 from npu_iree.options import Options
 from npu_iree.settings import Settings
 from npu_iree.versions import VERIFIED
+from npu_iree.workers import compile_service
 
 
 def compiler_for(options: Options, number: int = 0, counts: Counter[str] | None = None) -> Compiler:
@@ -45,7 +45,11 @@ def compiler_for(options: Options, number: int = 0, counts: Counter[str] | None 
     builder = Builder(
         target=target.compile,
         toolchain=Toolchain(
-            service=compile_service(), limits=limits, flags=options.flags, fault=settings.fault
+            service=compile_service(),
+            limits=limits,
+            flags=options.flags,
+            kernels=registered_kernels(),
+            fault=settings.fault,
         ),
         bundle=open_bundle(options.bundle, target.name) if options.bundle else None,
         cache=cache,
@@ -97,11 +101,3 @@ def _read_bundle(path: Path, version: tuple[int, ...]) -> Bundle:
 def _open_cache(folder: Path, limit_bytes: int) -> ArtifactCache:
     """Return the cache in a folder, the same one each time: it complains once."""
     return ArtifactCache(folder, limit_bytes)
-
-
-@functools.cache
-def compile_service() -> CompileService:
-    """Return the process's pool of compile workers; none is started before it is needed."""
-    service = CompileService(size=max(1, min(4, os.cpu_count() or 1)))
-    atexit.register(service.close)
-    return service

@@ -59,6 +59,10 @@ class Weights:
                 self._renew(self._executables[region], uses, args)
             self._addresses = [use.address for use in self._checked]
 
+    def bound(self, region: str) -> list[torch.Tensor]:
+        """Return what a region has bound, in the order of its parameters."""
+        return [use.stored for use in self._uses.get(region, ())]
+
     def _renew(
         self, executable: Executable, uses: Sequence[WeightUse], args: Sequence[Any]
     ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 from torch._dynamo.utils import counters
 
 os.environ["NPU_IREE_CACHE"] = "off"  # tests count compiles; those of the cache turn it on
-sys.path.insert(0, str(Path(__file__).parent))  # for tolerances, calls and models.zoo
 
 from runtime_env import make_runtime_only_python
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 
+from lowering.capabilities import Capabilities
 from lowering.dtypes import DTYPES
 from measuring.single_op import EMPTY, NAN, PLAIN, SCALAR
-from measuring.verdict import RIGHT
+from measuring.verdict import NOT_LOWERED, RIGHT
 
 PACKAGES = ("torch", "torch-mlir", "iree-base-compiler", "iree-base-runtime")
 # If a call on several dtypes fails, the op is not listed for the last of them in this order.
@@ -27,6 +28,10 @@ STANDARD = {
 
 # Ops that only graphs with dynamic sizes hold -> the op that they stand for.
 SAME = {"prims.collapse.default": "aten.view.default"}
+
+
+# Right, but in quadratic time: ops -> the length of rows from which PyTorch's kernels are better.
+SLOW = {("aten.sort.default", "aten.topk.default"): 1024}
 
 
 # Right on the values that were tried, wrong on others that matter.
@@ -148,6 +153,20 @@ class Measured:
         return f"{KINDS[row.kind]}: {row.reason}"
 
 
+def disagreement(row: Row, table: Capabilities) -> str:
+    """Say in what a call that was tried is not as the table says; empty if it is."""
+    if row.op not in table.ops and row.op not in table.host:
+        return "the table does not have it"
+    if row.is_right:
+        is_new = table.host.get(row.op) == NOT_LOWERED
+        return f"it runs right, the table says {NOT_LOWERED!r}" if is_new else ""
+    is_claimed = set(row.dtypes) <= table.ops.get(row.op, frozenset())
+    is_known = any(re.search(pattern, f"{row.key}: {row.reason}") for pattern in KNOWN)
+    if is_claimed and row.kind == PLAIN and not is_known:
+        return f"the table says that it runs; {row.reason}"
+    return ""
+
+
 def table_text(rows: Iterable[Row]) -> str:
     """Write the table: what is listed, what is not and why, and what to beware of."""
     by_op: dict[str, list[Row]] = defaultdict(list)
@@ -162,7 +181,7 @@ def table_text(rows: Iterable[Row]) -> str:
     host = {op.name: OVERRULED.get(op.name, op.reason) for op in ops if op.name not in listed}
     lines += ["\n[ops]", *(f'"{name}" = {json.dumps(dtypes)}' for name, dtypes in listed.items())]
     lines += ["\n[host]", *(f'"{name}" = {_quoted(reason)}' for name, reason in host.items())]
-    lines += _limits(ops)
+    lines += [*_limits(ops), *_slow()]
     return "\n".join(lines) + "\n"
 
 
@@ -195,6 +214,12 @@ def _limits(ops: Iterable[Measured]) -> Iterator[str]:
             cut[kind_and_reason].append(op.name)
     for (kind, reason), names in sorted(cut.items()):
         yield f"\n[[limits]]\nops = {json.dumps(names)}\n{kind} = true\nreason = {_quoted(reason)}"
+
+
+def _slow() -> Iterator[str]:
+    for names, length in SLOW.items():
+        ops, reason = json.dumps(list(names)), f"IREE takes quadratic time for rows over {length}"
+        yield f"\n[[limits]]\nops = {ops}\nlonger_than = {length}\nreason = {_quoted(reason)}"
 
 
 def _quoted(text: str) -> str:

@@ -23,6 +23,7 @@ from lowering.target import CompileTarget
 from measuring.single_op import SingleOp, SingleOpProgram, program
 
 RIGHT = "right"
+NOT_LOWERED = "torch-mlir cannot lower it"
 TARGET = CompileTarget(
     name="npu-local",
     flag_sets=(
@@ -78,7 +79,7 @@ def judge(single: SingleOp, progress: Callable[[str], None]) -> Verdict:
         vmfb = compile_program(Program.of(region), TARGET).vmfb
     except StageError as error:
         if error.stage in (ATEN_TO_TORCH.name, TORCH_TO_LINALG.name):
-            return Verdict("torch-mlir cannot lower it", error.diagnostics)
+            return Verdict(NOT_LOWERED, error.diagnostics)
         return Verdict(f"IREE cannot compile it: {_short(error.diagnostics)}", error.diagnostics)
     progress("program")
     inputs = [_to_memory(made.inputs[n]) for n in region.inputs]

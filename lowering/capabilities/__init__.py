@@ -31,6 +31,7 @@ class Limit:
         dtypes: the case needs a tensor of one of these dtypes; empty means any.
         empty: the case needs a tensor with a dimension of (statically) zero.
         scalar: the case needs that no tensor has a dimension.
+        longer_than: the case needs a tensor with a dimension (statically) longer than this, if set.
         reason: one line for people.
     """
 
@@ -38,6 +39,7 @@ class Limit:
     dtypes: frozenset[str]
     empty: bool
     scalar: bool
+    longer_than: int | None
     reason: str
 
     def covers(self, op: str, tensors: Iterable[torch.Tensor]) -> bool:
@@ -48,6 +50,8 @@ class Limit:
         if self.dtypes and not any(dtype_name(t.dtype) in self.dtypes for t in tensors):
             return False
         if self.scalar and any(t.dim() for t in tensors):
+            return False
+        if self.longer_than is not None and _longest(tensors) <= self.longer_than:
             return False
         return not self.empty or any(0 in t.shape for t in tensors if _is_static(t))
 
@@ -73,8 +77,8 @@ class Capabilities:
         """SHA-256 of what the table says, wherever it was read from."""
         ops = {op: sorted(dtypes) for op, dtypes in self.ops.items()}
         rows = [
-            [sorted(row.ops), sorted(row.dtypes), row.empty, row.scalar, row.reason]
-            for row in self.limits
+            [sorted(r.ops), sorted(r.dtypes), r.empty, r.scalar, r.longer_than, r.reason]
+            for r in self.limits
         ]
         text = json.dumps([ops, dict(self.host), rows], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
@@ -123,7 +127,7 @@ def load_capabilities(name: str) -> Capabilities:
         CapabilityError: there is no such file, or it does not have the form described here:
             `[ops]` with `"aten.op.overload" = ["f32", ...]`, `[host]` with
             `"aten.op.overload" = "reason"`, and `[[limits]]` with `ops`, `dtypes`, `empty`,
-            `scalar` and `reason`.
+            `scalar`, `longer_than` and `reason`.
     """
     path = Path(name)
     try:
@@ -144,19 +148,29 @@ def load_capabilities(name: str) -> Capabilities:
 
 
 def _limit(row: Mapping[str, object]) -> Limit:
-    unknown = set(row) - {"ops", "dtypes", "empty", "scalar", "reason"}
+    unknown = set(row) - {"ops", "dtypes", "empty", "scalar", "longer_than", "reason"}
     if unknown:
         raise KeyError(f"unknown key {sorted(unknown)} in [[limits]]")
     ops, dtypes = row.get("ops", ()), row.get("dtypes", ())
     if not isinstance(ops, (list, tuple)) or not isinstance(dtypes, (list, tuple)):
         raise TypeError("ops and dtypes of a limit are lists")
+    longer_than = row.get("longer_than")
+    if longer_than is not None and not isinstance(longer_than, int):
+        raise TypeError("longer_than of a limit is a number of elements")
     return Limit(
         ops=frozenset(ops),
         dtypes=frozenset(dtypes),
         empty=bool(row.get("empty", False)),
         scalar=bool(row.get("scalar", False)),
+        longer_than=longer_than,
         reason=str(row["reason"]),
     )
+
+
+def _longest(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the largest size that is known; 0 if none is."""
+    sizes = (size for t in tensors for size in t.shape if isinstance(size, int))
+    return max(sizes, default=0)
 
 
 def _is_static(tensor: torch.Tensor) -> bool:

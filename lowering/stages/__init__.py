@@ -15,12 +15,16 @@ class CompileOptions:
         flags: `iree-compile` flags.
         parameters: entry point -> the names of the parameters that its last arguments are. Those
             are bound once, at load; entry points that name the same one share it.
+        given: entry point -> the positions of the arguments that it may overwrite.
         rebind: whether each parameter gets a function that binds it anew without a load.
+        kernels: custom op -> the MLIR that is to run it (`lowering.kernels`).
     """
 
     flags: tuple[str, ...] = ()
     parameters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    given: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     rebind: bool = False
+    kernels: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the options as plain values."""
@@ -36,7 +40,9 @@ class CompileOptions:
         return cls(
             flags=tuple(values["flags"]),
             parameters={entry: tuple(names) for entry, names in values["parameters"].items()},
+            given={entry: tuple(positions) for entry, positions in values["given"].items()},
             rebind=bool(values["rebind"]),
+            kernels={str(op): str(text) for op, text in values["kernels"].items()},
         )
 
 

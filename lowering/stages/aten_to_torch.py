@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from torch import fx
 
 from lowering.stages import CompileOptions, Stage
+from lowering.stages.call_kernels import call_kernels
 from lowering.stages.torch_mlir_context import TorchMlirContext
 
 
@@ -21,7 +22,7 @@ def aten_to_torch(graphs: Mapping[str, fx.GraphModule], options: CompileOptions)
     Args:
         graphs: by the name of their entry point; every node carries its fake tensor in
             `meta["val"]`, sizes may be symbolic.
-        options: not used by this stage.
+        options: `kernels` are called in the place of their ops.
 
     Returns:
         One module with a function for each graph.
@@ -36,6 +37,8 @@ def aten_to_torch(graphs: Mapping[str, fx.GraphModule], options: CompileOptions)
         importer = FxImporter(context=mlir.context)
         for name, graph_module in graphs.items():
             importer.import_stateless_graph(graph_module.graph, func_name=name)
+        with mlir.context:
+            call_kernels(importer.module, options.kernels)
         return str(importer.module.operation.get_asm())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 # Ops whose result is (part of) the memory of their first operand.
@@ -11,7 +12,7 @@ _VIEWS = frozenset(
 _READS = frozenset({"tensor.concat", "tensor.dim", "tensor.extract", "tensor.pad", "func.return"})
 
 
-def keep_arguments(function: Any) -> None:
+def keep_arguments(function: Any, given: Collection[int] = ()) -> None:
     """Return arguments that an op would overwrite, so that IREE copies them first.
 
     IREE takes an imported buffer that is not read any more for scratch, although the caller has
@@ -20,11 +21,16 @@ def keep_arguments(function: Any) -> None:
 
     Before: func.func @main(%arg0) { %0 = tm_tensor.sort outs(%arg0); return %0 }
     After:  func.func @main(%arg0) { %0 = tm_tensor.sort outs(%arg0); return %0, %arg0 }
+
+    Args:
+        function: an entry point.
+        given: the positions of the arguments that the caller does give away.
     """
     from iree.compiler import ir
 
     block = function.regions[0].blocks[0]
-    tensors = [a for a in block.arguments if str(a.type).startswith("tensor<")]
+    own = [a for i, a in enumerate(block.arguments) if i not in given]
+    tensors = [a for a in own if str(a.type).startswith("tensor<")]
     kept = [argument for argument in tensors if _is_overwritten(argument)]
     if not kept:
         return
@@ -48,12 +54,12 @@ def _is_overwritten(value: Any) -> bool:
         if name in _VIEWS and index == 0:
             if any(_is_overwritten(result) for result in op.results):
                 return True
-        elif not (name in _READS or _only_reads(op, index)):
+        elif not (name in _READS or only_reads(op, index)):
             return True
     return False
 
 
-def _only_reads(op: Any, index: int) -> bool:
+def only_reads(op: Any, index: int) -> bool:
     """Say whether an op does no more than read its operand `index`."""
     name = op.operation.name
     if name == "tensor.insert_slice":

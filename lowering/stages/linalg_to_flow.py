@@ -7,8 +7,10 @@ from typing import Any
 
 from lowering.abi import PARAMETER_SCOPE
 from lowering.stages import CompileOptions, Stage
+from lowering.stages.call_kernels import link_kernels
 from lowering.stages.iree_session import IreeSession
 from lowering.stages.keep_arguments import keep_arguments
+from lowering.stages.separate_fills import separate_fills
 from lowering.stages.separate_pieces import separate_pieces
 from lowering.stages.separate_reads import separate_reads
 
@@ -24,7 +26,7 @@ def linalg_to_flow(linalg_asm: str, options: CompileOptions) -> str:
 
     Args:
         linalg_asm: one module; its public functions are the entry points.
-        options: `flags` go to IREE as they are.
+        options: `flags` go to IREE as they are; `kernels` are linked in.
 
     Raises:
         RuntimeError: the compiler refused the module; the text is what it said.
@@ -35,12 +37,14 @@ def linalg_to_flow(linalg_asm: str, options: CompileOptions) -> str:
     with IreeSession(options) as session:
         module = session.parse(linalg_asm)
         with session.context:
+            link_kernels(session, module, options.kernels)
             bound: dict[str, Any] = {}
             for function in _entry_points(module):
                 names = options.parameters.get(_symbol(function), ())
                 _bind_parameters(module, function, names, bound)
                 with ir.Location.unknown():
-                    keep_arguments(function)
+                    keep_arguments(function, options.given.get(_symbol(function), ()))
+                    separate_fills(function)
                     separate_reads(function)
                     separate_pieces(function)
         session.compile(module, end="flow")

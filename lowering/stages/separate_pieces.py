@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lowering.stages.barrier import behind_barrier
+
 
 def separate_pieces(function: Any) -> None:
     """Put a barrier before a concatenation, at pieces that are one element thick.
@@ -27,7 +29,4 @@ def separate_pieces(function: Any) -> None:
             for i, piece in enumerate(list(op.operands)):
                 kind = ir.RankedTensorType(piece.type)
                 if not kind.is_dynamic_dim(dim) and kind.get_dim_size(dim) == 1:
-                    barrier = ir.Operation.create(
-                        "util.optimization_barrier", results=[piece.type], operands=[piece]
-                    )
-                    op.operation.operands[i] = barrier.result
+                    op.operation.operands[i] = behind_barrier(piece)

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from lowering.stages.barrier import behind_barrier
+
 _MAP = re.compile(r"\((?P<loops>[^)]*)\) -> \((?P<results>.*)\)>")
 
 # Where a dimension of a reduction's result is in a value made from it: a dimension of the value,
@@ -85,9 +87,7 @@ def _behind_barrier(value: Any) -> Any:
     from iree.compiler import ir
 
     if isinstance(value.owner, ir.Block) or value.owner.operation.name not in _VIEWS:
-        return ir.Operation.create(
-            "util.optimization_barrier", results=[value.type], operands=[value]
-        ).result
+        return behind_barrier(value)
     source = _behind_barrier(value.owner.operands[0])
     view = value.owner.operation.clone()
     view.operands[0] = source

@@ -22,6 +22,13 @@ class TorchMlirContext(MlirContext):
         torch_dialect.register_dialect(context)
         super().__init__(context)
 
+    def pipeline(self, pipeline: str, without: str) -> str:
+        """Return the passes that a pipeline is made of, without one of them."""
+        from torch_mlir.passmanager import PassManager
+
+        with self.context:
+            return str(PassManager.parse(pipeline)).replace(f",{without}", "")
+
     def run(self, module: Any, pipeline: str) -> None:
         """Run a textual pass pipeline on `module`, in place.
 

@@ -12,6 +12,7 @@ PIPELINE = (
     "torchdynamo-export-to-torch-backend-pipeline,"
     "torch-backend-to-linalg-on-tensors-backend-pipeline)"
 )
+_CHECK = "torch-verify-linalg-on-tensors-backend-contract"  # it knows no calls
 _TORCH_OP = re.compile(r"(?:= |^\s*)\"?(torch(?:_c)?\.[\w.]+)", re.MULTILINE)
 
 
@@ -23,7 +24,7 @@ def torch_to_linalg(torch_asm: str, options: CompileOptions) -> str:
 
     Args:
         torch_asm: one module in the torch dialect; ranks static, sizes may be `?`.
-        options: not used by this stage.
+        options: with `kernels`, the module may call functions that it only declares.
 
     Raises:
         RuntimeError: a pass failed; the text is what it said.
@@ -35,7 +36,7 @@ def torch_to_linalg(torch_asm: str, options: CompileOptions) -> str:
     with TorchMlirContext() as mlir:
         with mlir.context:
             module = ir.Module.parse(torch_asm)
-        mlir.run(module, PIPELINE)
+        mlir.run(module, mlir.pipeline(PIPELINE, _CHECK) if options.kernels else PIPELINE)
         return str(module.operation.get_asm())
 
 

@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from npu_iree import settings
-from npu_iree.cli import artifacts, cache, conformance
+from npu_iree.cli import artifacts, cache, capabilities, conformance
 from npu_iree.cli.compile import compile_command
 from npu_iree.cli.exits import exit_code
 from npu_iree.cli.prebuild import prebuild_command
@@ -22,6 +22,7 @@ app.command("inspect")(artifacts.inspect_command)
 app.command("bench")(artifacts.bench_command)
 app.command("prebuild")(prebuild_command)
 app.add_typer(cache.app, name="cache")
+app.add_typer(capabilities.app, name="capabilities")
 app.add_typer(conformance.app, name="conformance")
 console = Console()
 

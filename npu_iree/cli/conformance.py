@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,8 +16,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from lowering.dtypes import DTYPES
+from npu_iree.cli.pattern import Filter
 from npu_iree.conformance import report
-from npu_iree.conformance.cases import cases
+from npu_iree.conformance.cases import EVERYTHING, cases
 from npu_iree.conformance.judge import OUTCOMES, Verdict
 from npu_iree.conformance.run import read_journal, run_cases
 from npu_iree.errors import NpuIreeError, OptionError
@@ -31,9 +33,7 @@ F32 = ["f32"]
 def ops(
     target: Annotated[str, typer.Option(help="an installed target")] = "npu-local",
     dtype: Annotated[list[str], typer.Option(help=f"one of {', '.join(DTYPES)}")] = F32,
-    filter_: Annotated[
-        str, typer.Option("--filter", metavar="RE", help="only names that hold this")
-    ] = "",
+    filter_: Filter = EVERYTHING,
     samples: Annotated[str, typer.Option(help="sample inputs of an entry, or all")] = "4",
     device: Annotated[
         str, typer.Option(help="compile, or npu: op by op on the PyTorch device")
@@ -108,10 +108,12 @@ def _read(path: Path) -> dict[str, Verdict]:
 
 
 def _print(verdicts: Sequence[Verdict]) -> None:
-    table = Table("dtype", *OUTCOMES, "share on the device")
-    for dtype, counts in report.by_dtype(verdicts).items():
-        share = f"{report.device_share(counts):.1%}"
-        table.add_row(dtype, *(str(counts[o]) for o in OUTCOMES), share)
+    caption = "share: on the device; of lowered: without the cases that torch-mlir cannot lower"
+    table = Table("dtype", *OUTCOMES, "share", "of lowered", caption=caption, padding=(0, 0))
+    for dtype, found in report.by_dtype(verdicts).items():
+        counts = Counter(v.outcome for v in found)
+        shares = (f"{share:.1%}" for share in report.device_share(found))
+        table.add_row(dtype, *(str(counts[o]) for o in OUTCOMES), *shares)
     for verdict in verdicts:
         if verdict.outcome in report.BAD:
             line = verdict.detail.splitlines()[0] if verdict.detail else ""

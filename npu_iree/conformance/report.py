@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from xml.etree import ElementTree
 
 from npu_iree.conformance.judge import OUTCOMES, Verdict
 
+# How the measured tables name an op that torch-mlir refuses, whatever its tensors.
+_NOT_LOWERED = re.compile(r": torch-mlir cannot lower it$", re.MULTILINE)
 BAD = ("error", "wrong", "hang", "crash")
 
 
-def by_dtype(verdicts: Iterable[Verdict]) -> dict[str, Counter[str]]:
-    """Count the outcomes in each dtype."""
-    table: dict[str, Counter[str]] = {}
+def by_dtype(verdicts: Iterable[Verdict]) -> dict[str, list[Verdict]]:
+    """Sort verdicts by dtype."""
+    table: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
-        table.setdefault(_dtype(verdict.key), Counter())[verdict.outcome] += 1
+        table.setdefault(_dtype(verdict.key), []).append(verdict)
     return table
 
 
-def device_share(counts: Mapping[str, int]) -> float:
-    """Give the share of the cases that ran right that ran on the device as a whole."""
-    right = counts.get("device", 0) + counts.get("host", 0)
-    return counts.get("device", 0) / right if right else 0.0
+def device_share(verdicts: Iterable[Verdict]) -> tuple[float, float]:
+    """Give the share of the cases that ran right that ran on the device as a whole.
+
+    Returns:
+        The share of all, and of those that hold no op that torch-mlir cannot lower.
+    """
+    right = [v for v in verdicts if v.outcome in ("device", "host")]
+    device = sum(v.outcome == "device" for v in right)
+    lowered = [v for v in right if not _NOT_LOWERED.search(v.detail)]
+    return device / max(1, len(right)), device / max(1, len(lowered))
 
 
 def junit(verdicts: Iterable[Verdict], target: str) -> str:

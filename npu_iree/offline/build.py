@@ -113,7 +113,9 @@ def write_artifact(
     if path.is_dir() or path == beside:
         raise ArtifactError(path, "it cannot be written: call it something.vmfb")
     exports = capture_exports(programs, compiler.builder.target.keep_ops)
-    check_exports(exports, options.target, compiler.capabilities)
+    check_exports(
+        exports, options.target, compiler.capabilities, compiler.builder.toolchain.kernels
+    )
     tensors = {name: t for export in exports for name, t in export.tensors.items()}
     if options.params == "embed" and tensors:
         with tempfile.TemporaryDirectory(prefix="npu-iree-") as scratch:
@@ -165,7 +167,9 @@ def write_stage(
     """
     compiler = options.compiler
     exports = capture_exports(programs, compiler.builder.target.keep_ops)
-    check_exports(exports, options.target, compiler.capabilities)
+    check_exports(
+        exports, options.target, compiler.capabilities, compiler.builder.toolchain.kernels
+    )
     regions = {export.name: export.region() for export in exports}
     builder = compiler.builder
     product = stop_after(stage, Program("main", regions), builder.target, builder.toolchain)

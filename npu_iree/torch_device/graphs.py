@@ -15,7 +15,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lowering.capture import CapturedGraph, attribute
-from lowering.nodes import draws_random_numbers, view_root
+from lowering.nodes import view_root
 from lowering.region import memory_order
 from npu_iree.array import DeviceArray
 from npu_iree.errors import OptionError
@@ -36,26 +36,16 @@ def is_on_npu(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == _NAME
 
 
-def native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
-    """Decompose `aten.native_dropout` so that it draws what eager draws on the CPU."""
-    if train is False or p == 0:
-        return torch.clone(x), torch.ones_like(x, dtype=torch.bool)
-    mask = aten.bernoulli.p(torch.empty(x.shape, device=_CPU), 1 - p)
-    mask = mask.to(device=x.device, dtype=torch.bool)
-    return x * mask * (1 / (1 - p) if p < 1 else 0.0), mask
-
-
-DECOMPOSITIONS = {aten.native_dropout.default: native_dropout}
-
-
 def options_on_npu(options: Mapping[str, Any] | None) -> Options:
     """Check the options of a graph that takes "npu" tensors: it runs where they are.
+
+    Random numbers are the host's, as in eager mode on "npu", unless the user says otherwise.
 
     Raises:
         OptionError: an option is wrong, or the target is not the one behind "npu".
     """
     target = device().target.name
-    parsed = Options.parse({"target": target, **(options or {})})
+    parsed = Options.parse({"target": target, "rng": "host", **(options or {})})
     if parsed.target != target:
         raise OptionError(f'"npu" is {target}, so its tensors cannot go to {parsed.target!r}')
     return parsed
@@ -73,8 +63,8 @@ def prepare(graph_module: fx.GraphModule) -> dict[int, View]:
 def make_device_free(graph_module: fx.GraphModule) -> None:
     """Let a graph name no device but the CPU, in place.
 
-    Before: %1 = full([4], 1, device=npu:0); %2 = device_put(%1, cpu); %3 = rand_like(%x)
-    After:  %1 = full([4], 1, device=cpu); %2 = clone(%1); %3 = rand([4], device=cpu)
+    Before: %1 = full([4], 1, device=npu:0); %2 = device_put(%1, cpu)
+    After:  %1 = full([4], 1, device=cpu); %2 = clone(%1)
     """
     graph = graph_module.graph
     for node in list(graph.nodes):
@@ -89,36 +79,11 @@ def make_device_free(graph_module: fx.GraphModule) -> None:
             node.target, node.args, node.kwargs = aten.clone.default, (node.args[0],), {}
         node.args = fx.node.map_aggregate(node.args, _off_npu)
         node.kwargs = fx.node.map_aggregate(node.kwargs, _off_npu)
-        if draws_random_numbers(node):
-            _read_no_bytes(graph, node)
     graph_module.recompile()
 
 
 def _off_npu(value: Any) -> Any:
     return _CPU if isinstance(value, torch.device) and value.type == _NAME else value
-
-
-# They ask their argument for its sizes and dtype alone.
-_LIKE = ("rand_like", "randn_like", "randint_like", "bernoulli.p", "uniform", "normal_functional")
-
-
-def _read_no_bytes(graph: fx.Graph, node: fx.Node) -> None:
-    """Give an op that draws numbers like those of a tensor another tensor of that kind."""
-    name = str(node.target).removeprefix("aten.")
-    source = node.args[0] if node.args else None
-    if not name.startswith(_LIKE) or not isinstance(source, fx.Node):
-        return
-    value = source.meta["val"]
-    if not all(isinstance(size, int) for size in value.shape):
-        return
-    with graph.inserting_before(node):
-        empty = graph.call_function(
-            aten.empty.memory_format,
-            (list(value.shape),),
-            {"dtype": value.dtype, "device": _CPU, "pin_memory": False},
-        )
-    empty.meta["val"] = value
-    node.update_arg(0, empty)
 
 
 @dataclass(frozen=True)
@@ -162,21 +127,32 @@ def split_views(graph_module: fx.GraphModule) -> dict[int, View]:
 
 
 def placed(captured: CapturedGraph) -> CapturedGraph:
-    """Say of a graph which inputs are handles, and which results stay so."""
+    """Say of a graph which inputs are handles, and which results stay so.
+
+    What it writes to its inputs is a result, too, which `HandleRunner` gives them.
+    """
     handles = frozenset(n for n in captured.inputs if is_on_npu(n.meta.get("val")))
     results = [o for o in captured.outputs if isinstance(o, fx.Node)]
     kept = frozenset(n for n in results if is_on_npu(n.meta.get("val")))
-    return replace(captured, handles=handles, kept=kept)
+    if not handles and not kept:
+        return captured
+    make_device_free(captured.graph_module)  # capturing has made tensors like those of the graph
+    return replace(captured, handles=handles, kept=kept, written=())
 
 
 class HandleRunner:
     """A runner for "npu" tensors: takes the handles out of them, and puts results into new ones."""
 
     def __init__(
-        self, runner: Callable[..., Sequence[Any]], captured: CapturedGraph, views: dict[int, View]
+        self,
+        runner: Callable[..., Sequence[Any]],
+        captured: CapturedGraph,
+        written: Sequence[fx.Node],
+        views: dict[int, View],
     ) -> None:
         self._runner = runner
         self._views = views
+        self._written = [captured.inputs.index(node) for node in written]
         self._orders = [
             memory_order(n.meta["val"]) if n in captured.handles else None for n in captured.inputs
         ]
@@ -195,9 +171,13 @@ class HandleRunner:
         ]
         results = self._runner(*given)
         values = [_wrapped(r, o) for r, o in zip(results, self._outputs, strict=True)]
+        count = len(values) - len(self._written)
+        for position, value in zip(self._written, values[count:], strict=True):
+            if isinstance(value, torch.Tensor):
+                args[position].detach().copy_(value)
         for i, view in self._views.items():
             values[i] = values[view.position].as_strided(view.shape, view.strides, view.offset)
-        return values
+        return values[:count]
 
 
 def _wrapped(result: Any, output: tuple[tuple[int, ...], torch.dtype] | None) -> Any:

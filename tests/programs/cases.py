@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._dynamo.utils import counters
 
-from npu_iree.toolchain import compile_service
+from npu_iree.workers import compile_service
 
 Case = tuple[Callable[..., Any], tuple[torch.Tensor, ...], dict[str, Any]]
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import npu_iree
-from npu_iree.toolchain import compile_service
+from npu_iree.workers import compile_service
 
 
 def in_child(compiled: object) -> str:

@@ -15,6 +15,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from npu_iree.border import Crossing, fetch, put_in_place
+from npu_iree.device import open_device
+from npu_iree.targets import find_target
 from tolerances import assert_same
 
 Make = Callable[[], tuple[Any, ...]]
@@ -105,6 +108,7 @@ def layouts(dtype: torch.dtype) -> dict[str, torch.Tensor]:
         "scalar_view": flat[7],
         "zero_d": flat[3].clone(),
         "empty": flat[:0].view(0, 4),
+        "empty_strided": flat.as_strided((0, 3), (1, 5)),
         "ones": flat[:1].view(1, 1, 1),
     }
 
@@ -124,7 +128,16 @@ def test_every_layout_of_every_dtype_passes(
 @pytest.mark.parametrize("name", sorted(layouts(torch.float32)))
 def test_each_layout_passes_alone(name: str, target: str, counts: Counter[str]) -> None:
     check(lambda x: (torch.relu(x) + 1, x), lambda: (layouts(torch.float32)[name],), target)
-    assert counts["regions"] >= (name != "empty")
+    assert counts["regions"] >= (not name.startswith("empty"))
+
+
+def test_an_empty_tensor_of_any_strides_goes_in_and_out(target: str) -> None:
+    device = open_device(find_target(target))
+    empty = torch.empty_strided((0, 3), (1, 5))
+    crossing = Crossing.of("x", (0, 1))
+    array = put_in_place(device, empty, crossing, [])
+    (back,) = fetch(device, [array], [crossing], "a test", [])
+    assert_same(back, empty)
 
 
 def test_one_compile_serves_every_alignment_and_stride(target: str, counts: Counter[str]) -> None:

@@ -93,6 +93,15 @@ def test_a_convolution_that_does_not_read_the_end_of_its_input(
     assert counts["healed_ops"] == 0
 
 
+def test_a_convolution_with_one_amount_for_all_dimensions() -> None:
+    x, weight = torch.randn(1, 3, 2, 3, 2), torch.randn(4, 3, 2, 2, 2)
+
+    def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.conv3d(x, weight, padding="valid")
+
+    assert_same(torch.compile(function, backend="npu_iree")(x, weight), function(x, weight))
+
+
 @pytest.mark.parametrize("amounts", [(1, -1), (-1, 1), (0, -1, 2, -3), (-1, 0), (3, -2, -1, 4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
 def test_a_pad_that_takes_away(amounts: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -112,13 +121,20 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "average pool": (nn.AvgPool2d(2), (2, 4, 8, 8)),
     "adaptive pool": (nn.AdaptiveAvgPool2d((1, 1)), (2, 4, 8, 8)),
     "convolution in groups": (nn.Conv2d(4, 8, 3, groups=2, padding=1), (2, 4, 8, 8)),
+    "transposed convolution in groups": (
+        nn.ConvTranspose2d(4, 8, 3, stride=2, padding=1, output_padding=1, groups=2),
+        (2, 4, 8, 8),
+    ),
     "transposed convolution": (nn.ConvTranspose2d(4, 8, 3, stride=2, padding=1), (2, 4, 8, 8)),
     "activations": (nn.Sequential(nn.GELU(), nn.SiLU(), nn.ELU(), nn.Softplus()), (4, 8)),
 }
 
 
+NOT_ON_THE_DEVICE = {"average pool"}  # torch-mlir does not lower `avg_pool2d_backward`
+
+
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_trains_like_eagers(name: str) -> None:
+def test_a_layer_trains_like_eagers(name: str, counts: Counter[str]) -> None:
     layer, shape = LAYERS[name]
     ours, eagers = copy.deepcopy(layer), copy.deepcopy(layer)
     x = torch.randn(shape)
@@ -127,6 +143,7 @@ def test_a_layer_trains_like_eagers(name: str) -> None:
         assert_same(one.grad, other.grad)
     for one, other in zip(ours.buffers(), eagers.buffers(), strict=True):
         assert_same(one, other)
+    assert (counts["unsupported_ops"] > 0) == (name in NOT_ON_THE_DEVICE)
 
 
 class WithLoss(nn.Module):

@@ -64,6 +64,12 @@ def test_a_file_begins_with_its_purpose(path: Path) -> None:
     assert len(first) > 20
 
 
+def test_a_module_does_not_hide_the_public_function_of_its_name() -> None:
+    code = "import npu_iree, npu_iree.explain, npu_iree.targets\nfor _ in 1, 2:\n"
+    kinds = python(code + " print(type(npu_iree.explain).__name__, callable(npu_iree.targets))")
+    assert set(kinds.splitlines()) == {"function True"}
+
+
 def test_every_public_name_can_be_imported() -> None:
     code = "import npu_iree\nfor name in npu_iree.__all__: print(getattr(npu_iree, name).__doc__)"
     assert "None" not in python(code).splitlines()

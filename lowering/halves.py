@@ -1,0 +1,75 @@
+"""Ops on halves that PyTorch computes in floats, and torch-mlir in halves.
+
+A sum of a thousand elements in bf16 loses its last hundreds, a running one stands still; a power or
+a remainder loses digits. So they are computed in f32, as PyTorch's kernels do, and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+aten = torch.ops.aten
+_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
+HALVES = (torch.float16, torch.bfloat16)
+Decomposition = Callable[..., Any]
+
+IN_FLOATS: tuple[torch._ops.OpOverload, ...] = (
+    aten._adaptive_avg_pool2d.default,
+    aten._adaptive_avg_pool3d.default,
+    aten._log_softmax.default,
+    aten._softmax.default,
+    aten.avg_pool2d.default,
+    aten.cumprod.default,
+    aten.cumsum.default,
+    aten.div.Scalar_mode,
+    aten.div.Tensor_mode,
+    aten.exp2.default,
+    aten.fmod.Scalar,
+    aten.fmod.Tensor,
+    aten.linalg_vector_norm.default,
+    aten.mean.default,
+    aten.mean.dim,
+    aten.norm.ScalarOpt_dim,
+    aten.pow.Scalar,
+    aten.pow.Tensor_Scalar,
+    aten.prod.default,
+    aten.prod.dim_int,
+    aten.remainder.Scalar,
+    aten.remainder.Tensor,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+)
+
+
+def with_halves(
+    table: dict[torch._ops.OpOverload, Decomposition],
+) -> dict[torch._ops.OpOverload, Decomposition]:
+    """Return decompositions of the ops above, each before what a table has for it.
+
+    Before: %1 = aten.sum(%0, [1])                                    with %0 of bf16
+    After:  %1 = convert(%0, f32); %2 = aten.sum(%1, [1]); %3 = convert(%2, bf16)
+    """
+    return {op: _widening(op, table.get(op)) for op in IN_FLOATS}
+
+
+def _widening(op: Any, otherwise: Decomposition | None) -> Decomposition:
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        dtypes = {t.dtype for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)}
+        half = next(iter(dtypes.intersection(HALVES)), None)
+        if half is None or torch.float32 in dtypes or torch.float64 in dtypes:
+            return otherwise(*args, **kwargs) if otherwise else _UNCHANGED
+        dtype = kwargs.get("dtype")
+        if dtype in HALVES:
+            kwargs = {**kwargs, "dtype": None}
+        result = op(*pytree.tree_map_only(torch.Tensor, _wide, args), **kwargs)
+        return result.to(dtype or half)
+
+    return decomposed
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in HALVES else tensor

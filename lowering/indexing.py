@@ -1,0 +1,75 @@
+"""Writes through tensors of indices, in the form that torch-mlir lowers rightly and IREE in place.
+
+With indices of two or more dimensions whose sizes are dynamic, torch-mlir drops all but the first
+dimension of the values: memory that nobody wrote would be scattered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
+
+
+def index_put(
+    x: torch.Tensor,
+    indices: Sequence[torch.Tensor | None],
+    values: torch.Tensor,
+    accumulate: bool = False,
+) -> Any:
+    """Decompose `aten.index_put` of dynamic sizes: indices of one dimension, one for each row.
+
+    Before: %1 = index_put(%x, [None, %i], %values)     with %x of [B, L, D], %i of [S], dynamic
+    After:  %b = view(expand(view(arange(B), [B, 1]), [B, S]), [B*S]); %j = view(expand(%i), [B*S])
+            %1 = index_put(%x, [%b, %j], view(%values, [B*S, D]))
+    """
+    given = [i for i in indices if i is not None]
+    is_static = all(isinstance(s, int) for t in (x, values, *given) for s in t.shape)
+    if is_static or any(i.dtype in (torch.bool, torch.uint8) for i in given):
+        return _UNCHANGED
+    if len(given) == len(indices) and _is_by_rows(x, given, values):
+        return _UNCHANGED
+    places = [d for d, i in enumerate(indices) if i is not None]
+    if places != list(range(places[0], places[-1] + 1)):
+        return _UNCHANGED  # indices that are not side by side put their dimensions first
+    return _by_rows(x, indices[: places[-1] + 1], values, accumulate)
+
+
+def _is_by_rows(x: torch.Tensor, indices: Sequence[torch.Tensor], values: torch.Tensor) -> bool:
+    wanted = (indices[0].numel(), *x.shape[len(indices) :])
+    return (
+        all(i.dim() == 1 for i in indices)
+        and all(tuple(t.shape[:1]) == wanted[:1] for t in indices)
+        and tuple(values.shape) == wanted
+    )
+
+
+def _by_rows(
+    x: torch.Tensor,
+    indices: Sequence[torch.Tensor | None],
+    values: torch.Tensor,
+    accumulate: bool,
+) -> Any:
+    count = sum(i is None for i in indices)  # those come first
+    given = _broadcast([i for i in indices if i is not None])
+    sizes, rest = [*x.shape[:count], *given[0].shape], x.shape[len(indices) :]
+    rows = [
+        torch.arange(n, device=x.device).view([-1] + [1] * (len(sizes) - d - 1))
+        for d, n in enumerate(x.shape[:count])
+    ]
+    flat = [i.expand(sizes).reshape(-1) for i in (*rows, *given)]
+    return aten.index_put.default(
+        x, flat, values.expand([*sizes, *rest]).reshape(-1, *rest), accumulate
+    )
+
+
+def _broadcast(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))  # type: ignore[no-untyped-call]
+    return [t.expand(shape) for t in tensors]
+
+
+DECOMPOSITIONS = {aten.index_put.default: index_put}

@@ -1,0 +1,44 @@
+"""A value again, in a way that the compiler cannot merge with the value itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def behind_barrier(value: Any) -> Any:
+    """Put a barrier at the insertion point; its result has the dynamic sizes of the value.
+
+    IREE finds no sizes behind a barrier on its own ("tensor.dim op unexpected during shape
+    cleanup"), so they are tied to it.
+
+    Before: %0 of tensor<?x1xf32>
+    After:  %n = tensor.dim %0, %c0; %1 = util.optimization_barrier %0
+            %2 = flow.tensor.tie_shape %1 : tensor<?x1xf32>{%n}
+    """
+    from iree.compiler import ir
+
+    barrier = ir.Operation.create(
+        "util.optimization_barrier", results=[value.type], operands=[value]
+    ).result
+    if not isinstance(value.type, ir.RankedTensorType):
+        return barrier
+    kind = ir.RankedTensorType(value.type)
+    sizes = [_size(value, d) for d in range(kind.rank) if kind.is_dynamic_dim(d)]
+    if not sizes:
+        return barrier
+    tied = ir.Operation.create(
+        "flow.tensor.tie_shape", results=[value.type], operands=[barrier, *sizes]
+    )
+    return tied.result
+
+
+def _size(value: Any, dim: int) -> Any:
+    from iree.compiler import ir
+
+    index = ir.IndexType.get()
+    number = ir.Operation.create(
+        "arith.constant", results=[index], attributes={"value": ir.IntegerAttr.get(index, dim)}
+    )
+    return ir.Operation.create(
+        "tensor.dim", results=[index], operands=[value, number.result]
+    ).result

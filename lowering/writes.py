@@ -1,0 +1,82 @@
+"""Which arguments a region may overwrite: those that its call ends up writing to anyway."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from lowering.nodes import FACTORY_OPS, MOVE_OPS, draws_random_numbers, is_one_of, view_root
+from lowering.partition import Partition
+from lowering.segments import DEVICE, Segment
+
+_SAFE_OPS = MOVE_OPS | FACTORY_OPS  # on the host, they do not fail
+
+
+def given_inputs(parts: Partition) -> dict[str, frozenset[fx.Node]]:
+    """Find the inputs whose memory a region may use as it likes, e.g. for their new values.
+
+    The cache of a language model is one: a step writes a row of it in place, where otherwise it
+    would copy the whole cache, and the caller would copy it back. It is given away if nobody else
+    reads the old value, and nobody else could see the new one in that memory:
+
+    - the new value is made in the region, and no other segment reads the input;
+    - neither a result nor a host segment, which may return what it reads, has the new value;
+    - no op of the user's before the write, such as the inverse of a matrix, can still fail on the
+      host when the region runs: eager would not have written then.
+
+    Returns:
+        The inputs that each region is given, by its name.
+    """
+    captured = parts.captured
+    makers = {node: segment for segment in parts.segments for node in segment.nodes}
+    returned = {view_root(o) for o in captured.results if isinstance(o, fx.Node)}
+    values = [value for _, value in captured.writes]
+    found: dict[str, set[fx.Node]] = {segment.name: set() for segment in parts.regions}
+    for node, value in captured.writes:
+        maker = makers.get(value)
+        if maker is None or maker.space != DEVICE or node in values:
+            continue
+        is_private = view_root(value) not in returned and not _reaches_host(value, makers)
+        if not is_private or _may_fail_first(value, maker, parts, makers):
+            continue
+        if all(makers.get(user, maker) is maker for user in node.users):
+            found[maker.name].add(node)
+    return {name: frozenset(nodes) for name, nodes in found.items()}
+
+
+def _reaches_host(value: fx.Node, makers: dict[fx.Node, Segment]) -> bool:
+    """Say whether the host reads a value, or a view of it."""
+    root = view_root(value)
+    return any(
+        view_root(node) is root and makers[user].space != DEVICE
+        for node in makers
+        for user in node.users
+        if user in makers
+    )
+
+
+def _may_fail_first(
+    value: fx.Node, maker: Segment, parts: Partition, makers: dict[fx.Node, Segment]
+) -> bool:
+    """Say whether the host computes what comes before a value when its region may have ended."""
+    done = _before(maker, makers)
+    return any(
+        node < value and not (is_one_of(node, _SAFE_OPS) or draws_random_numbers(node))
+        for segment in parts.segments
+        if segment.space != DEVICE and segment.name not in done
+        for node in segment.nodes
+    )
+
+
+def _before(segment: Segment, makers: dict[fx.Node, Segment]) -> set[str]:
+    """Name the segments that a segment waits for."""
+    found: set[str] = set()
+    stack = list(segment.inputs)
+    while stack:
+        node = stack.pop()
+        maker = makers.get(node)
+        if maker is None:
+            stack += node.all_input_nodes  # a number
+        elif maker.name not in found:
+            found.add(maker.name)
+            stack += maker.inputs
+    return found

@@ -1,0 +1,87 @@
+"""How the arguments of a call share memory; a graph that writes to them is right for one way only.
+
+AOTAutograd looks at the first call: arguments that overlap become views of one base, at fixed
+places. Where sizes are static, neither it nor Dynamo looks again, so that the same function called
+with other views of one tensor would read and write the wrong elements.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch._C._dynamo.guards import compute_overlapping_tensors
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from npu_iree.frozen import is_lazy_copy, storage_address
+
+# For each argument that overlaps another: its position, the first position in that memory, and
+# where in the memory it begins (None where the graph takes that for a variable).
+Aliasing: TypeAlias = frozenset[tuple[int, int, int | None]]
+_NONE: Aliasing = frozenset()
+
+
+class Aliases:
+    """How the arguments that a graph was compiled with share memory, as AOTAutograd sees it.
+
+    It does not see that tensors with storages of their own, e.g. from NumPy, are the same memory.
+    """
+
+    def __init__(self, inputs: Sequence[Any], has_free_offset: Sequence[bool]) -> None:
+        """Look at the arguments of the first call.
+
+        Args:
+            inputs: the arguments.
+            has_free_offset: for each, whether the graph is for any `storage_offset`.
+        """
+        self._positions = [i for i, value in enumerate(inputs) if _has_memory(value)]
+        self._free = [has_free_offset[i] for i in self._positions]
+        tensors = self._tensors(inputs)
+        self._expected = self._aliasing(tensors, [t.untyped_storage()._cdata for t in tensors])
+
+    def are_as_compiled(self, args: Sequence[Any]) -> bool:
+        """Say whether the arguments of a call overlap as the graph takes for granted."""
+        tensors = self._tensors(args)
+        memories = [storage_address(t) for t in tensors]
+        if not self._expected and len(set(memories)) == len(memories):
+            return True
+        return self._aliasing(tensors, list(map(_memory, tensors))) == self._expected
+
+    def _tensors(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        return [args[i] for i in self._positions]
+
+    def _aliasing(self, tensors: Sequence[torch.Tensor], memories: Sequence[int]) -> Aliasing:
+        groups: dict[int, list[int]] = defaultdict(list)
+        for i, (tensor, memory) in enumerate(zip(tensors, memories, strict=True)):
+            if tensor.numel():
+                groups[memory].append(i)
+        found: Aliasing = _NONE
+        for group in groups.values():
+            if len(group) > 1:
+                members = [tensors[i].detach() for i in group]
+                shared = [group[k] for k in compute_overlapping_tensors(members, symbolic=False)]
+                places = [
+                    None if self._free[i] else int(tensors[i].storage_offset()) for i in shared
+                ]
+                first = min(shared, default=0)
+                found |= {(i, first, place) for i, place in zip(shared, places, strict=True)}
+        return found
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Name the memory that a tensor writes to: a lazy copy is moved to its own first."""
+    lazy = is_lazy_copy(tensor)
+    return int(tensor.untyped_storage()._cdata) if lazy else storage_address(tensor)
+
+
+def _has_memory(value: object) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and not isinstance(value, FakeTensor)
+        and not is_traceable_wrapper_subclass(value)
+        and value.layout is torch.strided
+        and value.device.type == "cpu"
+    )

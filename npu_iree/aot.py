@@ -1,0 +1,75 @@
+"""What AOTAutograd is asked for: functional, decomposed graphs, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lowering.decompositions import decomposition_table
+from npu_iree.options import Options
+
+_Compile = Callable[..., Any]
+
+
+def aot_backend(
+    options: Options, forward: _Compile, backward: _Compile, inference: _Compile
+) -> Callable[..., Any]:
+    """Return a backend of Dynamo's that hands functional graphs to three compilers.
+
+    What a graph writes to its inputs stays in the graph, at its end (`lowering.capture`). Between
+    forward and backward as little is saved as can be computed again at no cost.
+
+    Args:
+        options: of the `torch.compile` call.
+        forward: compiles the forward graph of training.
+        backward: compiles its backward graph.
+        inference: compiles a graph without gradients.
+    """
+    keep = options.keep_ops | options.target_value.compile.keep_ops
+    return aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        decompositions=decomposition_table(keep, options.decompositions, options.rng),
+        partition_fn=_partition,
+        keep_inference_input_mutations=True,
+    )
+
+
+def _partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+    """Cut a joint graph into forward and backward."""
+    _read_before_written(joint.graph)
+    return min_cut_rematerialization_partition(joint, *args, **kwargs)
+
+
+def _read_before_written(graph: fx.Graph) -> None:
+    """Let all that reads an input which the graph writes to read a copy of the old value.
+
+    The partitioner takes an input for what the backward pass can have for nothing, and computes
+    again from it what is cheap; by then, the new value is there. (PyTorch's own backends do so.)
+
+    Before: %1 = sin(%b); %2 = add(%b, 1); copy_(%b, %2)       backward: cos(%b), with the new value
+    After:  %c = clone(%b); %1 = sin(%c); %2 = add(%c, 1); copy_(%b, %2)         backward: cos(%c)
+    """
+    copies = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    for written in dict.fromkeys(copy.args[0] for copy in copies):
+        if not isinstance(written, fx.Node) or written.op != "placeholder":
+            continue
+        first = graph.find_nodes(op="placeholder")[-1]
+        with graph.inserting_after(first):
+            old = graph.call_function(torch.ops.aten.clone.default, (written,))
+        old.meta = {"val": written.meta["val"], "recompute": CheckpointPolicy.MUST_SAVE}
+
+        def is_read(user: fx.Node, old: fx.Node = old) -> bool:
+            return user is not old and user.op != "output" and user not in copies
+
+        written.replace_all_uses_with(old, delete_user_cb=is_read)
+        for copy in copies:  # what is written may be the old value of another
+            if copy.args[1] is written:
+                copy.update_arg(1, old)

@@ -1,0 +1,65 @@
+"""`npu-iree capabilities`: the table is shown whole, and a loss is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner, Result
+
+import lowering.capabilities
+from npu_iree.cli import app
+
+FOLDER = Path(lowering.capabilities.__file__).parent
+
+
+def run(*args: str) -> Result:
+    return CliRunner().invoke(app, ["capabilities", *args])
+
+
+def table(folder: Path, name: str, text: str) -> str:
+    path = folder / f"{name}.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_show_says_where_an_op_runs_and_why_not() -> None:
+    done = run(
+        "show", "--filter", r"^aten\.(median\.dim|add\.Tensor|cumsum\.default)$", "--format", "json"
+    )
+    found = {row["op"]: row for row in json.loads(done.stdout)}
+    assert "f32" in found["aten.add.Tensor"]["dtypes"]
+    assert found["aten.median.dim"] == {
+        "op": "aten.median.dim", "dtypes": [], "host": "torch-mlir cannot lower it",
+    }  # fmt: skip
+    assert "where no tensor has a dimension" in found["aten.cumsum.default"]["host"]
+
+
+def test_the_page_that_is_checked_in_says_what_the_table_says() -> None:
+    done = run("show", "npu-local", "--format", "markdown")
+    assert done.stdout == (FOLDER / "npu-local.md").read_text(), (
+        "write it anew: npu-iree capabilities show npu-local --format markdown"
+    )
+
+
+def test_diff_tells_what_is_lost_and_fails(tmp_path: Path) -> None:
+    before = table(tmp_path, "before", '[ops]\n"aten.add.Tensor" = ["f32", "i64"]\n')
+    after = table(tmp_path, "after", '[ops]\n"aten.add.Tensor" = ["f32", "f16"]\n')
+    done = run("diff", before, after)
+    assert done.exit_code == 1
+    assert "1 ops differ; 1 run in fewer dtypes" in done.stdout
+    words = done.stdout.split()
+    assert words.index("i64") < words.index("f16"), "lost before gained"
+
+
+def test_diff_of_a_gain_and_of_no_change_passes(tmp_path: Path) -> None:
+    before = table(tmp_path, "before", '[host]\n"aten.foo.default" = "not tried"\n')
+    after = table(tmp_path, "after", '[ops]\n"aten.foo.default" = ["f32"]\n')
+    assert run("diff", before, after).exit_code == 0
+    assert "the tables say the same" in run("diff", before, before).stdout
+
+
+def test_a_filter_that_is_no_expression_is_a_usage_error() -> None:
+    done = run("show", "--filter", "(")
+    assert done.exit_code == 2
+    assert "no regular expression" in done.output

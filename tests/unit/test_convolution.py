@@ -1,0 +1,54 @@
+"""Convolutions written as other convolutions are still the same, of any shape."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lowering import convolution
+
+aten = torch.ops.aten
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[list[torch.Tensor], list[object]]:
+    """Draw the tensors (input, weight, bias) and the other arguments of `aten.convolution`."""
+    rank, groups = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    transposed = draw(st.booleans())
+
+    def each(low: int, high: int) -> list[int]:
+        return draw(st.lists(st.integers(low, high), min_size=rank, max_size=rank))
+
+    stride, padding, dilation, kernel = each(1, 3), each(0, 2), each(1, 2), each(1, 3)
+    most = [max(pair) - 1 for pair in zip(stride, dilation, strict=True)]
+    more = [draw(st.integers(0, m)) if transposed else 0 for m in most]
+    c, f = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 3))
+    size = [*each(3, 7)]
+    ends = (c, f // groups) if transposed else (f, c // groups)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    shapes = [(2, c, *size), (*ends, *kernel), (f,)]
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    return tensors, [stride, padding, dilation, transposed, more, groups]
+
+
+@settings(max_examples=300, deadline=None)
+@given(calls())
+def test_a_convolution_and_its_gradients(call: tuple[list[torch.Tensor], list[object]]) -> None:
+    tensors, rest = call
+    try:
+        expected = aten.convolution.default(*tensors, *rest)
+    except RuntimeError:  # the window is larger than the input
+        assume(False)
+    assume(expected.numel() > 0)
+    actual = convolution.convolution(*tensors, *rest)
+    if actual is not NotImplemented:
+        torch.testing.assert_close(actual, expected)
+    x, weight, bias = tensors
+    backward = (torch.randn_like(expected), x, weight, list(bias.shape), *rest, [True] * 3)
+    gradients = convolution.convolution_backward(*backward)
+    is_plain = not rest[3] and rest[5] == 1 and x.dim() < 5
+    assert (gradients is NotImplemented) == is_plain
+    if not is_plain:
+        for one, other in zip(gradients, aten.convolution_backward.default(*backward), strict=True):
+            torch.testing.assert_close(one, other)
