@@ -18,24 +18,18 @@ _Compile = Callable[..., Any]
 
 
 def aot_backend(
-    options: Options,
-    forward: _Compile,
-    backward: _Compile,
-    inference: _Compile,
-    *,
-    keep_writes: bool,
+    options: Options, forward: _Compile, backward: _Compile, inference: _Compile
 ) -> Callable[..., Any]:
     """Return a backend of Dynamo's that hands functional graphs to three compilers.
 
-    Between forward and backward as little is saved as can be computed again at no cost.
+    What a graph writes to its inputs stays in the graph, at its end (`lowering.capture`). Between
+    forward and backward as little is saved as can be computed again at no cost.
 
     Args:
         options: of the `torch.compile` call.
         forward: compiles the forward graph of training.
         backward: compiles its backward graph.
         inference: compiles a graph without gradients.
-        keep_writes: what a graph without gradients writes to its inputs stays in the graph, at its
-            end (`lowering.capture`); otherwise AOTAutograd copies it there after the call.
     """
     keep = options.keep_ops | options.target_value.compile.keep_ops
     return aot_autograd(
@@ -44,7 +38,7 @@ def aot_backend(
         inference_compiler=inference,
         decompositions=decomposition_table(keep, options.decompositions, options.rng),
         partition_fn=_partition,
-        keep_inference_input_mutations=keep_writes,
+        keep_inference_input_mutations=True,
     )
 
 

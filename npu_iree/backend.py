@@ -75,11 +75,7 @@ def npu_iree(
     source = _Source.of(graph_module, example_inputs)
     compile_aot = functools.partial(_compile_aot, parsed, source)
     kinds = ("forward", "backward", "inference")
-    backend = aot_backend(
-        parsed,
-        *(functools.partial(compile_aot, kind=kind) for kind in kinds),
-        keep_writes=not on_npu,  # there, handles are swapped
-    )
+    backend = aot_backend(parsed, *(functools.partial(compile_aot, kind=kind) for kind in kinds))
     try:
         compiled: Callable[..., Any] = backend(graph_module, example_inputs)
     except RuntimeError as error:
@@ -207,7 +203,7 @@ def _compile_aot(
     weights = _bindable_weights(source.inputs) if is_same and options.bind_weights else ()
     views = graphs.prepare(graph_module)
     captured = capture_aot(graph_module, weights, source.names if is_same else (), kind)
-    captured = graphs.placed(captured)
+    written, captured = captured.written, graphs.placed(captured)
     runner: Callable[..., Any]
     with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
         try:
@@ -218,7 +214,7 @@ def _compile_aot(
             log.warning("a graph runs on PyTorch's CPU kernels, as compile='eager' says: %s", error)
             runner = captured.run_eagerly
     if captured.handles or captured.kept:
-        runner = graphs.HandleRunner(runner, captured, views)
+        runner = graphs.HandleRunner(runner, captured, written, views)
 
     def run(args: list[Any]) -> list[Any]:
         results = list(runner(*args))

@@ -133,7 +133,7 @@ def explain(
             found.graph_breaks.append(_break_text(reason))
         compiler = functools.partial(plan, input_names(graph_module))
         backward = functools.partial(plan, ())
-        made = aot_backend(parsed, compiler, backward, compiler, keep_writes=True)
+        made = aot_backend(parsed, compiler, backward, compiler)
         compiled: Callable[..., Any] = made(graph_module, inputs)
         return compiled
 

@@ -39,11 +39,13 @@ def is_on_npu(value: Any) -> bool:
 def options_on_npu(options: Mapping[str, Any] | None) -> Options:
     """Check the options of a graph that takes "npu" tensors: it runs where they are.
 
+    Random numbers are the host's, as in eager mode on "npu", unless the user says otherwise.
+
     Raises:
         OptionError: an option is wrong, or the target is not the one behind "npu".
     """
     target = device().target.name
-    parsed = Options.parse({"target": target, **(options or {})})
+    parsed = Options.parse({"target": target, "rng": "host", **(options or {})})
     if parsed.target != target:
         raise OptionError(f'"npu" is {target}, so its tensors cannot go to {parsed.target!r}')
     return parsed
@@ -125,21 +127,32 @@ def split_views(graph_module: fx.GraphModule) -> dict[int, View]:
 
 
 def placed(captured: CapturedGraph) -> CapturedGraph:
-    """Say of a graph which inputs are handles, and which results stay so."""
+    """Say of a graph which inputs are handles, and which results stay so.
+
+    What it writes to its inputs is a result, too, which `HandleRunner` gives them.
+    """
     handles = frozenset(n for n in captured.inputs if is_on_npu(n.meta.get("val")))
-    results = [o for o in captured.results if isinstance(o, fx.Node)]
+    results = [o for o in captured.outputs if isinstance(o, fx.Node)]
     kept = frozenset(n for n in results if is_on_npu(n.meta.get("val")))
-    return replace(captured, handles=handles, kept=kept)
+    if not handles and not kept:
+        return captured
+    make_device_free(captured.graph_module)  # capturing has made tensors like those of the graph
+    return replace(captured, handles=handles, kept=kept, written=())
 
 
 class HandleRunner:
     """A runner for "npu" tensors: takes the handles out of them, and puts results into new ones."""
 
     def __init__(
-        self, runner: Callable[..., Sequence[Any]], captured: CapturedGraph, views: dict[int, View]
+        self,
+        runner: Callable[..., Sequence[Any]],
+        captured: CapturedGraph,
+        written: Sequence[fx.Node],
+        views: dict[int, View],
     ) -> None:
         self._runner = runner
         self._views = views
+        self._written = [captured.inputs.index(node) for node in written]
         self._orders = [
             memory_order(n.meta["val"]) if n in captured.handles else None for n in captured.inputs
         ]
@@ -147,7 +160,7 @@ class HandleRunner:
             (memory_order(o.meta["val"]), o.meta["val"].dtype)
             if isinstance(o, fx.Node) and o in captured.kept
             else None
-            for o in captured.results
+            for o in captured.outputs
         ]
 
     def __call__(self, *args: Any) -> list[Any]:
@@ -158,9 +171,13 @@ class HandleRunner:
         ]
         results = self._runner(*given)
         values = [_wrapped(r, o) for r, o in zip(results, self._outputs, strict=True)]
+        count = len(values) - len(self._written)
+        for position, value in zip(self._written, values[count:], strict=True):
+            if isinstance(value, torch.Tensor):
+                args[position].detach().copy_(value)
         for i, view in self._views.items():
             values[i] = values[view.position].as_strided(view.shape, view.strides, view.offset)
-        return values
+        return values[:count]
 
 
 def _wrapped(result: Any, output: tuple[tuple[int, ...], torch.dtype] | None) -> Any:

@@ -93,9 +93,8 @@ def convert(tensor: torch.Tensor, dtype: torch.dtype, order: tuple[int, ...]) ->
     if tensor.dtype == dtype:
         return array
     flat = shaped(array, (tensor.numel(),), tensor.dtype)
-    (result,) = _run(
-        ("convert", tensor.dtype, dtype), lambda tensors: [tensors[0].to(dtype)], [flat]
-    )
+    key = ("convert", tensor.dtype, dtype)
+    (result,) = _run(key, lambda tensors: [tensors[0].to(dtype)], [flat], is_ours=False)
     return shaped(result, array.shape, dtype)
 
 
@@ -200,12 +199,18 @@ def _run(
     function: Function,
     arrays: Sequence[DeviceArray],
     sizes: Sequence[Argument] = (),
+    *,
+    is_ours: bool = True,
 ) -> list[DeviceArray]:
-    """Run a kernel of our own on arrays, and on arguments that only have sizes."""
+    """Run a kernel of our own on arrays, and on arguments that only have sizes.
+
+    Raises:
+        NoKernelError: the compiler refused it, or (if not `is_ours`) the target cannot run it.
+    """
     arguments = [Argument(a.dtype, a.shape, _contiguous(a.shape)) for a in arrays]
     arguments += sizes
     kinds = tuple(min(2, size) for a in arguments for size in a.shape)
-    kernels = family((*key, kinds), str(key[0]), is_ours=True)
+    kernels = family((*key, kinds), str(key[0]), is_ours=is_ours)
     bound = kernels.bind(function, arguments, True)
     args = [
         taken if shape is None else shaped(arrays[taken], shape, arrays[taken].dtype)
