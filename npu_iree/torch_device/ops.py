@@ -51,7 +51,7 @@ class _Leaf:
 def _scan(value: Any, is_number: bool, key: list[Any], leaves: list[Any]) -> None:
     """Take one argument apart: tensors, and numbers that travel as such, are leaves."""
     if isinstance(value, torch.Tensor):
-        key += (value.dtype, value.shape, value.stride(), value.storage_offset())
+        key += (value.dtype, value.shape, value.stride(), value.storage_offset(), value.is_cpu)
         leaves.append(value)
         return
     kind = type(value)
