@@ -35,6 +35,13 @@ _FILLING = frozenset(
 )
 
 
+# This one draws into a tensor of its own, in the order of the dimensions; eager draws in the order
+# of the memory. The others draw into memory like that of their argument, normal numbers in another
+# way where it is not in the order of the dimensions.
+_MAKES_ITS_OWN = "aten.bernoulli."
+_CPU = torch.device("cpu")
+
+
 def native_dropout(x: torch.Tensor, p: float, train: bool | None) -> Any:
     """Decompose `aten.native_dropout`: the mask is the host's, the product the device's.
 
@@ -73,9 +80,14 @@ def read_sizes_only(graph: fx.Graph) -> None:
             source = source.args[0]
         if order is None or node.kwargs.get("memory_format") not in (None, torch.preserve_format):
             continue
+        is_natural = order == sorted(order)
         with graph.inserting_before(node):
-            node.update_arg(0, _empty(graph, source, filled, order))
-        if order != sorted(order):
+            if is_natural or str(node.target).startswith(_MAKES_ITS_OWN):
+                empty = _empty(graph, source, filled, order)
+            else:
+                empty = _empty_permuted(graph, source, filled, order)
+            node.update_arg(0, empty)
+        if not is_natural and str(node.target).startswith(_MAKES_ITS_OWN):
             _permute_result(graph, node, order)
 
 
@@ -122,17 +134,36 @@ def _empty(graph: fx.Graph, source: fx.Node, filled: torch.Tensor, order: list[i
         filled: what a random op fills.
         order: its dimensions from slowest to fastest.
     """
-    sizes: list[int | fx.Node] = []
-    for dim in order:
-        size = filled.shape[dim]
-        if isinstance(size, int):
-            sizes.append(size)
-            continue
-        node = graph.call_function(aten.sym_size.int, (source, dim))
-        node.meta["val"] = size
-        sizes.append(node)
+    sizes = _sizes(graph, source, [(dim, filled.shape[dim]) for dim in order])
     empty = graph.call_function(
-        aten.empty.memory_format, (sizes,), {"dtype": filled.dtype, "device": torch.device("cpu")}
+        aten.empty.memory_format, (sizes,), {"dtype": filled.dtype, "device": _CPU}
     )
     empty.meta = {"val": filled.permute(order), "stack_trace": source.meta.get("stack_trace")}
     return empty
+
+
+def _empty_permuted(
+    graph: fx.Graph, source: fx.Node, filled: torch.Tensor, order: list[int]
+) -> fx.Node:
+    """Add an empty tensor that lies in memory as `filled` does; for the arguments see `_empty`."""
+    sizes = _sizes(graph, source, [*enumerate(filled.shape)])
+    empty = graph.call_function(
+        aten.empty_permuted.default, (sizes, order), {"dtype": filled.dtype, "device": _CPU}
+    )
+    empty.meta = {"val": filled, "stack_trace": source.meta.get("stack_trace")}
+    return empty
+
+
+def _sizes(
+    graph: fx.Graph, source: fx.Node, sizes: list[tuple[int, int | torch.SymInt]]
+) -> list[int | fx.Node]:
+    """Return (dimension, size) pairs as arguments: a symbolic size is asked of `source`."""
+    found: list[int | fx.Node] = []
+    for dim, size in sizes:
+        if isinstance(size, int):
+            found.append(size)
+            continue
+        node = graph.call_function(aten.sym_size.int, (source, dim))
+        node.meta["val"] = size
+        found.append(node)
+    return found

@@ -187,7 +187,7 @@ def _index(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Dev
     for d, (size, stride) in enumerate(zip(shape, strides, strict=True)):
         steps = torch.arange(size) * stride
         places = places + steps.view([-1] + [1] * (len(shape) - 1 - d))
-    index = put_dense(places.reshape(-1), "an index", is_ours=True)
+    index = put_dense(places.reshape(-1), "an index", is_ours=True, is_kept=True)
     _INDICES[key] = index
     while len(_INDICES) > 1 and sum(i.nbytes for i in _INDICES.values()) > _INDEX_BYTES:
         _INDICES.popitem(last=False)

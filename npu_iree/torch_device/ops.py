@@ -310,7 +310,8 @@ def scalar(value: float, dtype: torch.dtype) -> DeviceArray:
     key = (repr(value), dtype)
     array = _SCALARS.get(key)
     if array is None:
-        array = put_dense(torch.tensor(value, dtype=dtype), "a number", is_ours=True)
+        number = torch.tensor(value, dtype=dtype)
+        array = put_dense(number, "a number", is_ours=True, is_kept=True)
         _SCALARS[key] = array
         if len(_SCALARS) > _KEPT_SCALARS:
             _SCALARS.popitem(last=False)

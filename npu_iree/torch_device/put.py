@@ -7,6 +7,7 @@ import torch
 from npu_iree.array import DeviceArray
 from npu_iree.device import dense_copy, why_not_in_place
 from npu_iree.memory import ELEMENT_TYPES
+from npu_iree.timeline import NOW
 from npu_iree.torch_device import account
 from npu_iree.torch_device.current import device, user_line
 from npu_iree.torch_device.storage import (
@@ -17,13 +18,16 @@ from npu_iree.torch_device.storage import (
 from npu_iree.transfers import Transfer, is_watched, record
 
 
-def put_dense(tensor: torch.Tensor, name: str, *, is_ours: bool = False) -> DeviceArray:
+def put_dense(
+    tensor: torch.Tensor, name: str, *, is_ours: bool = False, is_kept: bool = False
+) -> DeviceArray:
     """Give the device a dense CPU tensor; returns at once, the bytes are taken now.
 
     Args:
         tensor: contiguous.
         name: what it is, for ledger and errors.
         is_ours: nobody else holds its memory, so where memory is unified it is used in place.
+        is_kept: later ops use it too, so it waits for no gate, which may fail.
     """
     target = device()
     account.reserve(tensor.nbytes)
@@ -35,7 +39,8 @@ def put_dense(tensor: torch.Tensor, name: str, *, is_ours: bool = False) -> Devi
         mode = target.crossing_mode if in_place else "staged"
         record(Transfer("h2d", mode, tensor.nbytes, name, "npu:0", user_line()))
     stored = tensor.detach() if in_place else dense_copy(tensor)
-    view, ready = target.memory.put(stored, target.start_point(), name)
+    start = NOW if is_kept else target.start_point()
+    view, ready = target.memory.put(stored, start, name)
     array = DeviceArray(target, view, tuple(stored.shape), stored.dtype, ready)
     return account.keep(array, name)
 

@@ -101,6 +101,9 @@ def test_a_failed_kernel_names_op_and_line_wherever_it_is_noticed(device: Device
         d.cpu()
     c.zero_()
     assert c.tolist() == [0, 0, 0]
+    assert (torch.ones(3, device=NPU) * 3 + 1).tolist() == [4, 4, 4], (
+        "numbers are kept, not failures"
+    )
 
 
 def test_a_forked_child_is_told_and_the_parent_goes_on() -> None:
