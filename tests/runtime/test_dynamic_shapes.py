@@ -48,6 +48,7 @@ class WithHostOp(nn.Module):
         return torch.sigmoid(hidden * 2) + tokens.shape[1]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", ["dynamic", "marked", "automatic"])
 @pytest.mark.parametrize("build", [llama, bert], ids=["llama", "bert"])
 def test_twenty_shapes_take_one_compile(
