@@ -29,7 +29,7 @@ from lowering.stages import CompileOptions
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 SUFFIX = ".npua"
 _ABANDONED_S = 3600
 _EXPANSION = 200  # what text of a compiler's compresses by stays far below this
@@ -56,13 +56,9 @@ class Entry:
     @property
     def options(self) -> CompileOptions:
         """What it was compiled with."""
-        return CompileOptions.from_json(
-            {
-                "flags": self.flags,
-                "parameters": json.loads(self.parts["parameters"]),
-                "rebind": json.loads(self.parts["rebind"]),
-            }
-        )
+        names = ("parameters", "given", "rebind", "kernels")
+        parts = {name: json.loads(self.parts[name]) for name in names}
+        return CompileOptions.from_json({"flags": self.flags, **parts})
 
     @property
     def key(self) -> CacheKey:

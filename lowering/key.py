@@ -72,9 +72,7 @@ def program_key(
     return CacheKey(
         {
             "program": text_digest("\n".join(texts)),
-            "kernels": json.dumps(
-                {o: text_digest(t) for o, t in used_kernels(kernels or {}, program.ops).items()}
-            ),
+            "kernels": json.dumps(dict(used_kernels(kernels or {}, program.ops))),
             "parameters": json.dumps(program.parameters),
             "given": json.dumps(program.given),
             "rebind": json.dumps(program.rebind),

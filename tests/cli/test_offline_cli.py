@@ -44,10 +44,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("offline")
     (folder / "mine.py").write_text(SOURCE)
     dynamic = ("--dynamic", "x:0=1..9")
-    made = end(start("compile", f"{folder}/mine.py:model", "-o", folder / "mine.vmfb", *dynamic))
+    source, target = f"{folder}/mine.py:model", folder / "mine.vmfb"
+    made = end(start("compile", source, "-o", target, *dynamic, COLUMNS="240"))
     assert made.code == 0, made.err
     assert "entry main" in made.out
-    assert "mine.irpa" in made.out.replace("\n", "")
+    assert "mine.irpa" in made.out
     return folder
 
 
