@@ -17,6 +17,7 @@ STEPS = {
     "lint": ["ruff", "check", "."],
     "types": ["mypy"],
     "tests": ["pytest"],
+    "device": ["pytest", "tests/device"],  # a process that knows "npu" before its first backward
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,10 +42,16 @@ def _leave_out_empty(cat: fx.Node) -> None:
 
 
 def _is_computed(node: fx.Node) -> bool:
-    """Say whether a node may be left out: what it computes is all that it does."""
+    """Say whether a node may be left out: what it computes is all that it does.
+
+    The token of an op with effects is a tensor without elements, too, and orders the effects.
+    """
     target = node.target
+    if target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, fx.Node) and _is_computed(source)
     if not isinstance(target, torch._ops.OpOverload):
-        return getattr(target, "__name__", "") == "getitem"
+        return False
     if target is aten.empty.memory_format or target.namespace not in _OURS:
         return False
     return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
@@ -55,4 +62,4 @@ def _is_empty(value: Any) -> bool:
         return False
     if value.dtype.is_complex:  # torch-mlir makes none of these
         return False
-    return 0 in value.shape and all(isinstance(size, int) for size in value.shape)
+    return all(isinstance(size, int) for size in value.shape) and 0 in value.shape

@@ -13,11 +13,7 @@ from torch._dynamo.utils import counters
 
 os.environ["NPU_IREE_CACHE"] = "off"  # tests count compiles; those of the cache turn it on
 
-import npu_iree
 from runtime_env import make_runtime_only_python
-
-# Autograd counts the devices at its first backward, and knows of none that are registered later.
-npu_iree.register_device()
 
 
 @pytest.fixture(autouse=True)
