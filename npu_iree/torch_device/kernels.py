@@ -172,7 +172,8 @@ class Family:
                 )
             except NoKernelError as error:
                 reasons.append(str(error))
-        if is_dynamic:  # else other sizes may do
+                is_of_call = isinstance(error.__cause__, NotTraceableError)
+        if is_dynamic and not is_of_call:  # else other sizes may do: these may be the user's error
             self.refused = reasons[0]
         raise NoKernelError(reasons[0])
 

@@ -118,3 +118,12 @@ def test_a_forked_child_is_told_and_the_parent_goes_on() -> None:
         os._exit(0)
     os.waitpid(child, 0)
     assert "opened before this process was forked" in os.read(read, 1000).decode()
+
+
+def test_a_call_that_eager_refuses_does_not_send_the_op_to_the_host() -> None:
+    a, b = torch.ones(4, 5, device=NPU), torch.ones(6, 7, device=NPU)
+    with pytest.raises(RuntimeError):
+        a @ b
+    with npu_iree.copy_budget(waits=0, d2h=0):
+        c = a @ a.t()
+    assert c.tolist() == [[5] * 4] * 4
