@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from lowering.sizes import is_static, of_each
+
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 
@@ -36,9 +38,9 @@ def convolution(
     """
     rank = x.dim() - 2
     stride, padding, dilation, output_padding = (
-        _of_each(v, rank) for v in (stride, padding, dilation, output_padding)
+        of_each(v, rank) for v in (stride, padding, dilation, output_padding)
     )
-    if not _are_static(x, weight) or (transposed and groups == 1):
+    if not is_static(x, weight) or (transposed and groups == 1):
         return _UNCHANGED
     if transposed:
         y = _transposed(x, weight, stride, padding, dilation, output_padding, groups)
@@ -75,9 +77,9 @@ def convolution_backward(
     """Decompose `aten.convolution_backward` in groups, in 3 dimensions, or of a transposed one."""
     rank = x.dim() - 2
     is_plain = not transposed and groups == 1 and rank < 3
-    if is_plain or not _are_static(gradient, x, weight):
+    if is_plain or not is_static(gradient, x, weight):
         return _UNCHANGED
-    stride, padding, dilation = (_of_each(v, rank) for v in (stride, padding, dilation))
+    stride, padding, dilation = (of_each(v, rank) for v in (stride, padding, dilation))
     kernel = weight.shape[2:]
     places = (stride, padding, dilation)
     of_x = of_weight = of_bias = None
@@ -193,15 +195,6 @@ def _spread(x: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
     amounts = [0, 0] * behind + [0, stride - 1]
     apart: torch.Tensor = aten.constant_pad_nd.default(x.unsqueeze(dim + 1), amounts, 0)
     return apart.flatten(dim, dim + 1).narrow(dim, 0, (x.shape[dim] - 1) * stride + 1)
-
-
-def _are_static(*tensors: torch.Tensor) -> bool:
-    return all(isinstance(size, int) for t in tensors for size in t.shape)
-
-
-def _of_each(values: Sequence[int], rank: int) -> Sequence[int]:
-    """Give one value a dimension; PyTorch takes a single one for all."""
-    return list(values) * rank if len(values) == 1 else values
 
 
 DECOMPOSITIONS = {

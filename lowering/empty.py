@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowering.sizes import is_static
+
 aten = torch.ops.aten
 _OURS = ("aten", "prims")
 
@@ -62,4 +64,4 @@ def _is_empty(value: Any) -> bool:
         return False
     if value.dtype.is_complex:  # torch-mlir makes none of these
         return False
-    return all(isinstance(size, int) for size in value.shape) and 0 in value.shape
+    return is_static(value) and 0 in value.shape

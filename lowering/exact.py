@@ -184,14 +184,10 @@ def var(
 
 
 def var_mean(
-    x: torch.Tensor,
-    dim: list[int] | None = None,
-    *,
-    correction: Number | None = None,
-    keepdim: bool = False,
+    x: torch.Tensor, dim: list[int] | None = None, *, keepdim: bool = False, **correction: Any
 ) -> Any:
     """Decompose `aten.var_mean` where `var` is."""
-    spread = var(x, dim, correction=correction, keepdim=keepdim)
+    spread = var(x, dim, keepdim=keepdim, **correction)
     if spread is _UNCHANGED:
         return _UNCHANGED
     return spread, torch.mean(x, list(dim or range(x.dim())), keepdim)

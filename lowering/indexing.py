@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from lowering.sizes import is_static
+
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 
@@ -28,8 +30,7 @@ def index_put(
             %1 = index_put(%x, [%b, %j], view(%values, [B*S, D]))
     """
     given = [i for i in indices if i is not None]
-    is_static = all(isinstance(s, int) for t in (x, values, *given) for s in t.shape)
-    if is_static or any(i.dtype in (torch.bool, torch.uint8) for i in given):
+    if is_static(x, values, *given) or any(i.dtype in (torch.bool, torch.uint8) for i in given):
         return _UNCHANGED
     if len(given) == len(indices) and _is_by_rows(x, given, values):
         return _UNCHANGED

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from lowering.sizes import is_static, of_each
+
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 
@@ -29,12 +31,10 @@ def max_pool2d(
     After:  %1 = constant_pad_nd(%x, [1, 0, 1, 0], -inf); max_pool2d_with_indices(%1, 3, 2, 0), and
             its indices counted in %x again
     """
-    if not all(isinstance(size, int) for size in x.shape) or 0 in x.shape:
+    if not is_static(x) or 0 in x.shape:
         return _UNCHANGED
     stride = stride or kernel_size
-    kernel, steps, pads, apart = (
-        list(v) * 2 if len(v) == 1 else list(v) for v in (kernel_size, stride, padding, dilation)
-    )
+    kernel, steps, pads, apart = (of_each(v, 2) for v in (kernel_size, stride, padding, dilation))
     sizes = [int(size) for size in x.shape[-2:]]
     amounts, is_irregular = [], ceil_mode or x.dim() == 3
     for size, k, step, pad, d in zip(sizes, kernel, steps, pads, apart, strict=True):

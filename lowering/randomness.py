@@ -81,13 +81,11 @@ def read_sizes_only(graph: fx.Graph) -> None:
         if order is None or node.kwargs.get("memory_format") not in (None, torch.preserve_format):
             continue
         is_natural = order == sorted(order)
+        makes_its_own = str(node.target).startswith(_MAKES_ITS_OWN)
+        make = _empty if is_natural or makes_its_own else _empty_permuted
         with graph.inserting_before(node):
-            if is_natural or str(node.target).startswith(_MAKES_ITS_OWN):
-                empty = _empty(graph, source, filled, order)
-            else:
-                empty = _empty_permuted(graph, source, filled, order)
-            node.update_arg(0, empty)
-        if not is_natural and str(node.target).startswith(_MAKES_ITS_OWN):
+            node.update_arg(0, make(graph, source, filled, order))
+        if makes_its_own and not is_natural:
             _permute_result(graph, node, order)
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 
-from lowering.capabilities import Capabilities
+from lowering.capabilities import NOT_LOWERED, Capabilities
 from lowering.dtypes import DTYPES
 from measuring.single_op import EMPTY, NAN, PLAIN, SCALAR
-from measuring.verdict import NOT_LOWERED, RIGHT
+from measuring.verdict import RIGHT
 
 PACKAGES = ("torch", "torch-mlir", "iree-base-compiler", "iree-base-runtime")
 # If a call on several dtypes fails, the op is not listed for the last of them in this order.

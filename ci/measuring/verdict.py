@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lowering.abi import ENTRY
+from lowering.capabilities import NOT_LOWERED
 from lowering.dtypes import DTYPES, dtype_name
 from lowering.errors import StageError
 from lowering.pipeline import compile_program
@@ -23,7 +24,6 @@ from lowering.target import CompileTarget
 from measuring.single_op import SingleOp, SingleOpProgram, program
 
 RIGHT = "right"
-NOT_LOWERED = "torch-mlir cannot lower it"
 TARGET = CompileTarget(
     name="npu-local",
     flag_sets=(

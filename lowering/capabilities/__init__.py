@@ -16,6 +16,10 @@ from torch import fx
 
 from lowering.dtypes import DTYPE_NAMES, dtype_name
 from lowering.errors import NpuIreeError
+from lowering.sizes import is_static
+
+# How measured tables say that torch-mlir refuses an op, whatever its tensors.
+NOT_LOWERED = "torch-mlir cannot lower it"
 
 
 class CapabilityError(NpuIreeError):
@@ -53,7 +57,7 @@ class Limit:
             return False
         if self.longer_than is not None and _longest(tensors) <= self.longer_than:
             return False
-        return not self.empty or any(0 in t.shape for t in tensors if _is_static(t))
+        return not self.empty or any(0 in t.shape for t in tensors if is_static(t))
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,3 @@ def _longest(tensors: Iterable[torch.Tensor]) -> int:
     """Return the largest size that is known; 0 if none is."""
     sizes = (size for t in tensors for size in t.shape if isinstance(size, int))
     return max(sizes, default=0)
-
-
-def _is_static(tensor: torch.Tensor) -> bool:
-    return all(isinstance(size, int) for size in tensor.shape)

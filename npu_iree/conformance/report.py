@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Mapping
 from xml.etree import ElementTree
 
+from lowering.capabilities import NOT_LOWERED
 from npu_iree.conformance.judge import OUTCOMES, Verdict
 
-# How the measured tables name an op that torch-mlir refuses, whatever its tensors.
-_NOT_LOWERED = re.compile(r": torch-mlir cannot lower it$", re.MULTILINE)
+_NOT_LOWERED = re.compile(f": {NOT_LOWERED}$", re.MULTILINE)
 BAD = ("error", "wrong", "hang", "crash")
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowering.capabilities import Capabilities, load_capabilities
+from lowering.capabilities import NOT_LOWERED, Capabilities, load_capabilities
 from measuring.table import Row, disagreement
-from measuring.verdict import NOT_LOWERED, RIGHT
+from measuring.verdict import RIGHT
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "lowering" / "capabilities" / "npu-local.toml"

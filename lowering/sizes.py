@@ -1,0 +1,17 @@
+"""Sizes that are known, and sizes that PyTorch lets one write once for all dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def is_static(*tensors: torch.Tensor) -> bool:
+    """Say whether all sizes of tensors are numbers, not symbols."""
+    return all(isinstance(size, int) for tensor in tensors for size in tensor.shape)
+
+
+def of_each(values: Sequence[int], rank: int) -> list[int]:
+    """Give one value a dimension: a single one is for all."""
+    return list(values) * rank if len(values) == 1 else list(values)
