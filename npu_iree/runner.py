@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch._library.utils import is_builtin
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowering.abi import ENTRY
 from lowering.host import extract_host
@@ -204,7 +207,10 @@ class Runner:
         return run
 
     def _host_step(self, segment: str, inputs: Sequence[str], outputs: Sequence[str]) -> _RunStep:
+        nodes = self.plan.host_segments[segment].nodes
         function = extract_host(self.plan.host_segments[segment]).forward
+        if all(is_builtin(n.target) for n in nodes if isinstance(n.target, OpOverload)):
+            function = _outside_of_modes(function)
         sources = [self._index[name] for name in inputs]
         targets = [self._index[name] for name in outputs]
 
@@ -284,3 +290,19 @@ def _names(plan: Plan) -> Sequence[str]:
             case Write(inputs, values):
                 names.update(dict.fromkeys((*inputs, *values)))
     return list(names)
+
+
+def _outside_of_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have PyTorch's own kernels run outside of dispatch modes.
+
+    AOTAutograd runs the first call of a graph under a mode that looks at custom ops, and under any
+    mode `torch.linalg.pinv` of complex numbers is wrong in PyTorch 2.13.
+    """
+
+    def run(*args: Any) -> Any:
+        if not torch._C._len_torch_dispatch_stack():
+            return function(*args)
+        with _disable_current_modes():
+            return function(*args)
+
+    return run

@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch._dynamo.utils import counters
-from torch.utils import _pytree as pytree
 
-from npu_iree.conformance.cases import LOOSER, OPEN_TIES, Case, database
-from npu_iree.conformance.judge import (
-    OUTCOMES,
-    Verdict,
-    differences,
-    error_line,
-    pointed_at,
-    take_samples,
-    tensors_of,
-)
+from npu_iree.conformance.cases import LOOSER, Case, database
+from npu_iree.conformance.judge import OUTCOMES, Verdict, differences, error_line, take_samples
+from npu_iree.conformance.observe import observed, over
 from npu_iree.conformance.pool import Progress
 from npu_iree.torch_device.registration import register_device
 
@@ -55,44 +46,17 @@ def judge_eager(case: Case, target: str, progress: Progress) -> Verdict:
 
 
 def _try(case: Case, function: Function, sample: Any, backward: bool) -> tuple[str, str]:
+    called: dict[str, Any] = {"backward": backward, "arguments": not backward}
     try:
-        expected = _run(case, function, sample, backward, "cpu")
+        expected = observed(case, over(function), [sample], **called)
     except Exception as error:  # whatever eager says: then there is nothing to compare with
         return "skipped", f"eager: {error_line(error)}"
     counters.clear()
     try:
-        actual = _run(case, function, sample, backward, "npu")
+        actual = observed(case, over(function), [sample], device="npu", **called)
     except Exception as error:  # a case may fail in any way; the next one must not notice
         return "error", error_line(error)
     for problem in differences(actual, expected, LOOSER.get(case.name, 1)).values():
         return "wrong", problem
     on_host = [name.removeprefix("host ") for name in counters["npu_iree"] if "host " in name]
     return ("host", ", ".join(on_host)) if on_host else ("device", "")
-
-
-def _run(case: Case, function: Function, sample: Any, backward: bool, device: str) -> list[Any]:
-    """Give the tensors of the result, and of the gradients of the inputs, on the CPU."""
-
-    def copied(tensor: torch.Tensor) -> torch.Tensor:
-        copy = tensor.detach().clone(memory_format=torch.preserve_format).to(device)
-        return copy.requires_grad_(tensor.requires_grad and backward)
-
-    torch.manual_seed(1)
-    fresh = pytree.tree_map_only(torch.Tensor, copied, (sample.input, sample.args, sample.kwargs))
-    value, args, kwargs = fresh
-    with torch.set_grad_enabled(backward):
-        output = function(value, *args, **kwargs)
-    if case.name in OPEN_TIES:
-        output = pointed_at(value, args, kwargs, OPEN_TIES[case.name], output)
-    results = tensors_of(output)
-    roots = [r for r in results if backward and r.requires_grad]
-    if roots:
-        generator = torch.Generator().manual_seed(2)
-        weights = [torch.randn(r.shape, generator=generator).to(r.dtype) for r in roots]
-        torch.autograd.backward(
-            roots, [w.to(r.device) for w, r in zip(weights, roots, strict=True)]
-        )
-    gradients = [t.grad for t in tensors_of(fresh) if t.requires_grad and t.is_leaf]
-    given = tensors_of(fresh) if not backward else []  # an op in place has changed them
-    found = [*(r.detach() for r in results), *given, *gradients]
-    return [t if t is None else t.cpu() for t in found]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +12,13 @@ from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
 from lowering.dtypes import DTYPES
-from npu_iree.conformance.cases import LOOSER, OPEN_TIES, Case, database
+from lowering.halves import HALVES
+from npu_iree.conformance.cases import LOOSER, Case, database
+from npu_iree.conformance.observe import observed, over
 from npu_iree.conformance.pool import Progress
 from npu_iree.report import recorded_plans
 from npu_iree.tolerances import largest_difference, tolerance
 
-_HALVES = ("f16", "bf16")
 # What came of a case, from best to worst.
 OUTCOMES = ("device", "host", "skipped", "error", "wrong", "hang", "crash")
 
@@ -90,7 +91,7 @@ def take_samples(case: Case) -> tuple[list[Any], str]:
     for i in range(count):
         sample = samples[i * len(samples) // count]
         try:
-            _run(case, _function(case), [sample])
+            observed(case, over(info.op), [sample])
         except Exception as error:  # whatever eager says: then there is nothing to compare with
             problem = f"eager: {error_line(error)}"
         else:
@@ -98,18 +99,9 @@ def take_samples(case: Case) -> tuple[list[Any], str]:
     return taken, problem
 
 
-def _function(case: Case) -> Callable[..., Any]:
-    operator = database()[case.position].op
-
-    def function(calls: Sequence[Any]) -> list[Any]:
-        return [operator(value, *args, **kwargs) for value, args, kwargs in calls]
-
-    return function
-
-
 def _try(case: Case, samples: Sequence[Any], target: str) -> _Attempt:
-    function = _function(case)
-    expected = _run(case, function, samples)
+    function = over(database()[case.position].op)
+    expected = observed(case, function, samples)
     torch._dynamo.reset()
     counters.clear()
     compiled = torch.compile(
@@ -117,12 +109,12 @@ def _try(case: Case, samples: Sequence[Any], target: str) -> _Attempt:
     )
     try:
         with recorded_plans() as plans:
-            actual = _run(case, compiled, samples)
+            actual = observed(case, compiled, samples)
     except Exception as error:  # a case may fail in any way; the next one must not notice
         return _Attempt("error", [error_line(error)])
     problems = differences(actual, expected, LOOSER.get(case.name, 1))
-    if problems and case.dtype in _HALVES:
-        exact = _run(case, function, [_widened(s) for s in samples])
+    if problems and DTYPES[case.dtype] in HALVES:
+        exact = observed(case, function, [_widened(s) for s in samples])
         problems = {i: p for i, p in problems.items() if not _rounds(i, actual, expected, exact)}
     if problems:
         return _Attempt("wrong", [next(iter(problems.values()))])
@@ -135,48 +127,6 @@ def _try(case: Case, samples: Sequence[Any], target: str) -> _Attempt:
         details = [f"{op.op}: {_first_line(op.reason)}" for op in unable]
         return _Attempt("host", details, is_clear=True)
     return _Attempt("device", is_clear=True)
-
-
-def _run(case: Case, function: Callable[..., Any], samples: Sequence[Any]) -> list[Any]:
-    """Give the tensors of the results, and of the gradients of the inputs."""
-    torch.manual_seed(1)
-    calls = [(s.input, s.args, s.kwargs) for s in samples]
-    fresh = pytree.tree_map_only(torch.Tensor, _copied, calls)
-    with torch.set_grad_enabled(case.backward):
-        outputs = function(fresh)
-    if case.name in OPEN_TIES:
-        place = OPEN_TIES[case.name]
-        pairs = zip(fresh, outputs, strict=True)
-        outputs = [pointed_at(x, args, kw, place, o) for (x, args, kw), o in pairs]
-    results = tensors_of(outputs)
-    roots = [r for r in results if case.backward and r.requires_grad]
-    if roots:
-        generator = torch.Generator().manual_seed(2)
-        weights = [torch.randn(r.shape, generator=generator).to(r.dtype) for r in roots]
-        torch.autograd.backward(roots, weights)
-    gradients = [t.grad for t in tensors_of(fresh) if t.requires_grad and t.is_leaf]
-    return [*(r.detach() for r in results), *gradients]
-
-
-def pointed_at(
-    x: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any], place: int, output: Any
-) -> Any:
-    """Replace indices, alone or after values, by the elements that they point at."""
-    dim = kwargs.get("dim", args[place] if len(args) > place else -1)
-    if isinstance(output, torch.Tensor):
-        return x.detach().gather(dim, output)
-    values, indices = output
-    return values, x.detach().gather(dim, indices)
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    copy = tensor.detach().clone(memory_format=torch.preserve_format)
-    return copy.requires_grad_(tensor.requires_grad)
-
-
-def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """List the tensors of a tree, in order."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def differences(actual: list[Any], expected: list[Any], looser: int) -> dict[int, str]:

@@ -38,7 +38,7 @@ def run_cases(
     known = read_journal(journal)
     yield from (known[case.key] for case in cases if case.key in known)
     todo = [case for case in cases if case.key not in known]
-    function = functools.partial(_judge_eager if eager else _judge, target=target)
+    function = functools.partial(_judge, target=target, eager=eager)
     for case, answer in run_all(function, todo, workers=jobs, limit_s=limit_s):
         verdict = _died(case, answer) if isinstance(answer, Died) else answer
         if journal is not None:
@@ -68,21 +68,16 @@ def read_journal(journal: Path | None) -> dict[str, Verdict]:
     return known
 
 
-def _judge(case: Case, progress: Progress, *, target: str) -> Verdict:
-    """Judge a case in a process of its own, which nobody listens to."""
+def _judge(case: Case, progress: Progress, *, target: str, eager: bool) -> Verdict:
+    """Judge a case in a process of its own, to whose log nobody listens."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
+    if eager:
+        from npu_iree.conformance.eager import judge_eager
+
+        return judge_eager(case, target, progress)  # cases share kernels: the cache stays on
     turn_cache_off()
     return judge(case, target, progress)
-
-
-def _judge_eager(case: Case, progress: Progress, *, target: str) -> Verdict:
-    """Judge a case on "npu"; kernels are kept in the user's cache, since cases share them."""
-    from npu_iree.conformance.eager import judge_eager
-
-    logging.disable(logging.WARNING)
-    warnings.simplefilter("ignore")
-    return judge_eager(case, target, progress)
 
 
 def _died(case: Case, died: Died) -> Verdict:

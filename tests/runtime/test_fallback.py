@@ -251,6 +251,14 @@ def test_a_refused_op_takes_no_other_op_to_the_host(counts: Counter[str]) -> Non
     assert counts["regions"] >= 1
 
 
+def test_the_first_call_of_a_complex_op_on_the_host_is_as_right_as_the_second() -> None:
+    """AOTAutograd's mode is active in a first call; PyTorch's kernel of this op is wrong in it."""
+    z = torch.complex(X, X.flip(0) + 1)
+    run = compiled(torch.linalg.pinv)
+    for _ in range(2):
+        assert_same(run(z), torch.linalg.pinv(z))
+
+
 def test_fallback_error_raises_what_the_compiler_said() -> None:
     error = error_of(add_mul, X, X, flags=BAD_FLAGS, fallback="error")
     assert isinstance(error, StageError)

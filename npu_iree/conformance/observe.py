@@ -1,0 +1,97 @@
+"""Call a function and give every tensor that can be compared: results, arguments, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from npu_iree.conformance.cases import OPEN_TIES, Case
+
+Calls = Sequence[tuple[Any, Sequence[Any], dict[str, Any]]]  # value, args, kwargs of each
+
+
+def over(operator: Callable[..., Any]) -> Callable[[Calls], list[Any]]:
+    """Return a function that calls an operator for each of several calls."""
+
+    def function(calls: Calls) -> list[Any]:
+        return [operator(value, *args, **kwargs) for value, args, kwargs in calls]
+
+    return function
+
+
+def observed(
+    case: Case,
+    function: Callable[[Calls], list[Any]],
+    samples: Sequence[Any],
+    *,
+    backward: bool | None = None,
+    device: str = "cpu",
+    arguments: bool = False,
+) -> list[Any]:
+    """Call a function on copies of sample inputs, with the same random numbers each time.
+
+    Args:
+        case: whose samples they are.
+        function: what `over` returned, or the same compiled.
+        samples: objects with `input`, `args` and `kwargs`, as PyTorch's `SampleInput`.
+        backward: whether to compute gradients; by default as the case says.
+        device: where the copies are.
+        arguments: whether to give the arguments, too, which an op in place has changed.
+
+    Returns:
+        Tensors on the CPU: results, arguments, and the gradients of the inputs, None where an
+        input has none.
+    """
+    backward = case.backward if backward is None else backward
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.detach().clone(memory_format=torch.preserve_format).to(device)
+        return copy.requires_grad_(tensor.requires_grad and backward)
+
+    torch.manual_seed(1)
+    calls: Calls = pytree.tree_map_only(
+        torch.Tensor, copied, [(s.input, s.args, s.kwargs) for s in samples]
+    )
+    with torch.set_grad_enabled(backward):
+        outputs = function(calls)
+    if case.name in OPEN_TIES:
+        outputs = [
+            _pointed_at(OPEN_TIES[case.name], *call, output)
+            for call, output in zip(calls, outputs, strict=True)
+        ]
+    results = _tensors_of(outputs)
+    if backward:
+        _run_backward([r for r in results if r.requires_grad])
+    given = _tensors_of(calls)
+    gradients = [t.grad for t in given if t.requires_grad and t.is_leaf]
+    found = [*results, *(given if arguments else ()), *gradients]
+    return [t if t is None else t.detach().cpu() for t in found]
+
+
+def _run_backward(roots: Sequence[torch.Tensor]) -> None:
+    """Run backward from all roots, each with random weights of its own."""
+    generator = torch.Generator().manual_seed(2)
+    weights = [torch.randn(r.shape, generator=generator).to(r.dtype) for r in roots]
+    if roots:
+        torch.autograd.backward(
+            roots, [w.to(r.device) for w, r in zip(weights, roots, strict=True)]
+        )
+
+
+def _pointed_at(
+    place: int, x: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any], output: Any
+) -> Any:
+    """Replace indices, alone or after values, by the elements that they point at."""
+    dim = kwargs.get("dim", args[place] if len(args) > place else -1)
+    if isinstance(output, torch.Tensor):
+        return x.detach().gather(dim, output)
+    values, indices = output
+    return values, x.detach().gather(dim, indices)
+
+
+def _tensors_of(tree: Any) -> list[torch.Tensor]:
+    """List the tensors of a tree, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
