@@ -35,9 +35,6 @@ class Case:
         return f"{self.name}[{self.dtype}]"
 
 
-# Which of equal elements the indices of these point at is open, as their documentation says: they
-# are compared by what they point at. Name -> the place of the dimension among the arguments.
-OPEN_TIES = {"argsort": 0, "sort": 0, "topk": 1}
 # Entries whose gradients are sums of terms that cancel: how many times the tolerance they have.
 LOOSER = {"nn.functional.scaled_dot_product_attention": 4}
 # Their results are whatever was in memory, or are no tensors' values: there is nothing to compare.

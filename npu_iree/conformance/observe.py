@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from npu_iree.conformance.cases import OPEN_TIES, Case
+from npu_iree.conformance.cases import Case
 
 Calls = Sequence[tuple[Any, Sequence[Any], dict[str, Any]]]  # value, args, kwargs of each
 
@@ -57,11 +58,9 @@ def observed(
     )
     with torch.set_grad_enabled(backward):
         outputs = function(calls)
-    if case.name in OPEN_TIES:
-        outputs = [
-            _pointed_at(OPEN_TIES[case.name], *call, output)
-            for call, output in zip(calls, outputs, strict=True)
-        ]
+    if compared := COMPARED_BY.get(case.name):
+        pairs = zip(calls, outputs, strict=True)
+        outputs = [compared(*call, output) for call, output in pairs]
     results = _tensors_of(outputs)
     if backward:
         _run_backward([r for r in results if r.requires_grad])
@@ -84,12 +83,32 @@ def _run_backward(roots: Sequence[torch.Tensor]) -> None:
 def _pointed_at(
     place: int, x: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any], output: Any
 ) -> Any:
-    """Replace indices, alone or after values, by the elements that they point at."""
+    """Replace indices, alone or after values, by the elements that they point at.
+
+    Which of equal elements the indices point at is open. `place` is that of the dimension among
+    the arguments.
+    """
     dim = kwargs.get("dim", args[place] if len(args) > place else -1)
     if isinstance(output, torch.Tensor):
         return x.detach().gather(dim, output)
     values, indices = output
     return values, x.detach().gather(dim, indices)
+
+
+def _product(_x: Any, _args: Any, _kwargs: Any, output: Any) -> Any:
+    """Multiply singular vectors out: each pair is open to a common factor of modulus one."""
+    u, s, v = output
+    return s, (u * s.unsqueeze(-2)) @ v.mH
+
+
+# Entries of which PyTorch's documentation leaves a part open -> what of them is compared.
+COMPARED_BY: dict[str, Callable[..., Any]] = {
+    "argsort": functools.partial(_pointed_at, 0),
+    "sort": functools.partial(_pointed_at, 0),
+    "topk": functools.partial(_pointed_at, 1),
+    "svd_lowrank": _product,
+    "pca_lowrank": _product,
+}
 
 
 def _tensors_of(tree: Any) -> list[torch.Tensor]:
