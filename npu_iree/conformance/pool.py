@@ -67,6 +67,10 @@ class _Worker(Generic[_Task, _Result]):
         return Died(self.during, f"no answer in {limit_s:.0f} s")
 
     def stop(self) -> None:
+        """End the process: one at rest ends by itself, so that it leaves no semaphores behind."""
+        self.pipe.close()
+        if self.task is None:
+            self.process.join(timeout=10)
         self.process.kill()
         self.process.join()
 
@@ -115,7 +119,10 @@ def _serve(pipe: Connection, function: Callable[[_Task, Progress], _Result]) -> 
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     while True:
-        task = pipe.recv()
+        try:
+            task = pipe.recv()
+        except EOFError:
+            return
         try:
             answer = function(task, lambda text: pipe.send(("progress", text)))
         except Exception as error:  # a task may fail in any way; the next one must not notice
