@@ -167,19 +167,20 @@ class Trainee:
     batch: Callable[[], Batch]
 
 
-def _bert() -> nn.Module:
+def _bert(dropout: float = 0) -> nn.Module:
     config = transformers.BertConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
         intermediate_size=64, max_position_embeddings=32, num_labels=CLASSES,
-        hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
     return transformers.BertForSequenceClassification(config)
 
 
-def _gpt2() -> nn.Module:
+def _gpt2(dropout: float = 0) -> nn.Module:
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=32, bos_token_id=0,
-        eos_token_id=0, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, use_cache=False,
+        eos_token_id=0, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+        use_cache=False,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
 
@@ -192,10 +193,11 @@ def _resnet18() -> nn.Module:
     return transformers.ResNetForImageClassification(config)
 
 
-def _mlp() -> nn.Module:
+def _mlp(dropout: float = 0) -> nn.Module:
     return nn.Sequential(
-        nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4)
-    )
+        nn.Linear(16, 32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 32), nn.GELU(),
+        nn.Linear(32, 4),
+    )  # fmt: skip
 
 
 def _labels(count: int) -> torch.Tensor:
@@ -259,21 +261,30 @@ def test_a_loss_curve_is_eagers(name: str, optimizer: str, counts: Counter[str])
     assert counts["compiles"] == compiles, "nothing is compiled after the first step"
 
 
-def test_a_seed_reproduces_dropout_and_another_does_not() -> None:
+DROPPING: dict[str, Callable[[float], nn.Module]] = {"mlp": _mlp, "bert": _bert, "gpt2": _gpt2}
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp", *(pytest.param(n, marks=pytest.mark.sweep) for n in ("bert", "gpt2"))]
+)
+def test_a_seed_reproduces_dropout_and_another_does_not(name: str) -> None:
     torch.manual_seed(0)
-    model = WithLoss(nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.5), nn.Linear(32, 4))).train()
+    model = WithLoss(DROPPING[name](0.2)).train()
     start = copy.deepcopy(model.state_dict())
     compiled = torch.compile(model, backend="npu_iree")
-    batches = [TRAINEES["mlp"].batch() for _ in range(5)]
+    batches = [TRAINEES[name].batch() for _ in range(5)]
 
-    def curve(seed: int) -> torch.Tensor:
+    def curve(call: Any, seed: int) -> torch.Tensor:
         model.load_state_dict(start)
         torch.manual_seed(seed)
-        return train(model, compiled, batches, "sgd")
+        return train(model, call, batches, "sgd")
 
-    first = curve(1)
-    assert torch.equal(first, curve(1))
-    assert not torch.equal(first, curve(2))
+    first = curve(compiled, 1)
+    assert torch.equal(first, curve(compiled, 1))
+    assert not torch.equal(first, curve(compiled, 2))
+
+    same_numbers = torch.compile(model, backend="npu_iree", options={"rng": "host"})
+    torch.testing.assert_close(curve(same_numbers, 1), curve(model, 1), rtol=1e-4, atol=0)
 
 
 def test_the_gradient_of_dropout_is_its_mask() -> None:
