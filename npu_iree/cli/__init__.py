@@ -15,7 +15,9 @@ from npu_iree.cli.prebuild import prebuild_command
 from npu_iree.errors import NpuIreeError
 from npu_iree.targets import targets
 
-app = typer.Typer(no_args_is_help=True, help=__doc__)
+app = typer.Typer(
+    no_args_is_help=True, help="PyTorch on an NPU: compile models, run them, prove a target."
+)
 app.command("compile")(compile_command)
 app.command("run")(artifacts.run_command)
 app.command("inspect")(artifacts.inspect_command)

@@ -23,7 +23,9 @@ from lowering.service import CompileService
 from npu_iree.errors import NpuIreeError, StageError
 from npu_iree.settings import Settings
 
-app = typer.Typer(no_args_is_help=True, help=__doc__)
+app = typer.Typer(
+    no_args_is_help=True, help="Look into the compile cache, check it, move it, shrink it."
+)
 console = Console()
 _LIMITS = ArchiveLimits(members=100_000)  # a full cache of small regions
 

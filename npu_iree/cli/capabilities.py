@@ -20,7 +20,9 @@ from npu_iree.conformance.cases import EVERYTHING
 from npu_iree.errors import OptionError
 from npu_iree.targets import find_target
 
-app = typer.Typer(no_args_is_help=True, help=__doc__)
+app = typer.Typer(
+    no_args_is_help=True, help="What a target runs, in which dtypes, and why not the rest."
+)
 console = Console()
 
 

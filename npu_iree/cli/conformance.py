@@ -24,7 +24,9 @@ from npu_iree.conformance.run import read_journal, run_cases
 from npu_iree.errors import NpuIreeError, OptionError
 from npu_iree.targets import find_target
 
-app = typer.Typer(no_args_is_help=True, help=__doc__)
+app = typer.Typer(
+    no_args_is_help=True, help="Prove a target against PyTorch's own table of operators."
+)
 console = Console()
 F32 = ["f32"]
 
