@@ -43,7 +43,7 @@ def rewrite(graph_module: fx.GraphModule, target: CompileTarget) -> fx.GraphModu
     graph, values = fx.Graph(), dict[fx.Node, Any]()
     recorder, is_rewritten = Recorder(graph), False
     for node in graph_module.graph.nodes:
-        new = NotImplemented
+        new: Any = NotImplemented
         if node.target in table and _is_static(node):
             args = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             new = recorder.record(table[node.target], *args, node.meta)

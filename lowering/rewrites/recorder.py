@@ -18,7 +18,7 @@ from lowering.decompositions import decomposition_table
 _ORIGIN = ("nn_module_stack", "stack_trace")
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes the ops that run under it into a graph, decomposed.
 
     PyTorch's own tracers patch its modules while they run; regions are compiled in several threads
@@ -29,7 +29,7 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(self, graph: fx.Graph) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.graph = graph
         self._table = decomposition_table()
         self._fakes = FakeTensorMode()
@@ -69,8 +69,8 @@ class Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         if not isinstance(result, (torch.Tensor, tuple, list)):
             return result  # what a tensor is: its device, say
-        given = pytree.tree_map_only(torch.Tensor, self._node, (args, kwargs))
-        self._write(func, *given, result)
+        given, named = pytree.tree_map_only(torch.Tensor, self._node, (args, kwargs))
+        self._write(func, given, named, result)
         return result
 
     def _write(self, target: Any, args: Any, kwargs: Any, value: Any) -> None:
