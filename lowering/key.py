@@ -78,6 +78,7 @@ def program_key(
             "rebind": json.dumps(program.rebind),
             "flags": json.dumps(flag_sets),
             "target": target.name,
+            "rewrites": json.dumps(target.rewrites),
             "cpu": host_cpu() if is_for_this_cpu else "",
             **compiler_build(),
         }

@@ -19,6 +19,7 @@ from lowering.cpu import required_features
 from lowering.errors import CancelledError, StageError, WorkerStartError
 from lowering.kernels import Kernel, used_kernels
 from lowering.program import Program
+from lowering.rewrites import rewrite
 from lowering.service import CompileService, Fault, Limits
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.aten_to_torch import ATEN_TO_TORCH
@@ -90,9 +91,10 @@ def compile_program(
         StageError: a stage failed, with every flag set where it is one of IREE's.
         WorkerStartError: the service has no workers.
     """
+    graphs = {entry: rewrite(graph, target) for entry, graph in program.graphs.items()}
     if dump is not None:
-        graphs = "\n".join(map(_readable, program.graphs.values()))
-        _keep(dump / "00-graph.txt", graphs.encode())
+        text = "\n".join(map(_readable, graphs.values()))
+        _keep(dump / "00-graph.txt", text.encode())
     flag_sets = target.flag_sets_for(program.has_convolution, toolchain.flags)
     fault = toolchain.fault
     if fault is not None and fault.op not in program.ops:
@@ -104,7 +106,7 @@ def compile_program(
         rebind=program.rebind,
         kernels=used_kernels(toolchain.kernels, program.ops),
     )
-    torch_asm = run_stage(ATEN_TO_TORCH, program.graphs, options, toolchain, dump)
+    torch_asm = run_stage(ATEN_TO_TORCH, graphs, options, toolchain, dump)
     linalg_asm = run_stage(TORCH_TO_LINALG, torch_asm, options, toolchain, dump)
     for i, flag_set in enumerate(flag_sets):
         options = replace(options, flags=flag_set)
@@ -142,7 +144,7 @@ def stop_after(
         rebind=program.rebind,
         kernels=used_kernels(toolchain.kernels, program.ops),
     )
-    value: Any = program.graphs
+    value: Any = {entry: rewrite(graph, target) for entry, graph in program.graphs.items()}
     for step in STAGES[: names.index(stage) + 1]:
         value = run_stage(step, value, options, toolchain)
     return value if isinstance(value, bytes) else bytes(value.encode())

@@ -19,6 +19,7 @@ class CompileTarget:
         capabilities: the capability table: a file name in `lowering/capabilities`, or the path of
             a TOML file of a vendor's own package.
         keep_ops: ATen ops (`aten.name` or `aten.name.overload`) that are not decomposed.
+        rewrites: which of `lowering.rewrites.REWRITES` pay on it.
     """
 
     name: str
@@ -26,6 +27,7 @@ class CompileTarget:
     conv_flags: FlagSet = ()
     capabilities: str = "npu-local.toml"
     keep_ops: frozenset[str] = frozenset()
+    rewrites: tuple[str, ...] = ()
 
     def flag_sets_for(self, has_convolution: bool, extra: FlagSet = ()) -> tuple[FlagSet, ...]:
         """Return the flag sets to try for a region, best first; `extra` is the user's own."""

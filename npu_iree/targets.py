@@ -64,14 +64,25 @@ _CPU_FLAG_SETS = (
     _LLVM_CPU,
 )
 _CPU_CONV_FLAGS = ("--iree-global-opt-use-im2col-for-convs",)
+_CPU_REWRITES = ("convolutions",)
 
 NPU_LOCAL = Target(
-    compile=CompileTarget(name="npu-local", flag_sets=_CPU_FLAG_SETS, conv_flags=_CPU_CONV_FLAGS),
+    compile=CompileTarget(
+        name="npu-local",
+        flag_sets=_CPU_FLAG_SETS,
+        conv_flags=_CPU_CONV_FLAGS,
+        rewrites=_CPU_REWRITES,
+    ),
     driver="local-task",
     memory="unified",
 )
 NPU_VIRTUAL = Target(
-    compile=CompileTarget(name="npu-virtual", flag_sets=_CPU_FLAG_SETS, conv_flags=_CPU_CONV_FLAGS),
+    compile=CompileTarget(
+        name="npu-virtual",
+        flag_sets=_CPU_FLAG_SETS,
+        conv_flags=_CPU_CONV_FLAGS,
+        rewrites=_CPU_REWRITES,
+    ),
     driver="local-task",
     memory="discrete",
 )

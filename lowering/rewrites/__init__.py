@@ -1,0 +1,63 @@
+"""Rewrites of a region's graph for a target: the same values, in a form that it computes faster.
+
+Unlike decompositions, they come last: what runs on the device is decided, an op on the host stays
+whole, and a region that the cache has is not rewritten again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowering.rewrites import convolutions
+from lowering.rewrites.recorder import Recorder
+from lowering.sizes import is_static
+from lowering.target import CompileTarget
+
+# What a target lists in `CompileTarget.rewrites` -> op -> a function that computes the same, or
+# returns `NotImplemented` where the op is best left as it is.
+REWRITES: Mapping[str, Mapping[Any, Callable[..., Any]]] = {
+    "convolutions": convolutions.REWRITES,
+}
+
+
+def rewrite(graph_module: fx.GraphModule, target: CompileTarget) -> fx.GraphModule:
+    """Rewrite ops of static sizes as a target wants them.
+
+    Before: %y = convolution(%x, %w, None, ...)            with %x of [N, C, L], %w of [C, 1, 2]
+    After:  %1 = mul(slice(%x, 2, 0, L - 1), select(%w, 2, 0))
+            %2 = mul(slice(%x, 2, 1, L), select(%w, 2, 1)); %y = add(%1, %2)
+
+    Args:
+        graph_module: of a region; every node carries its fake tensor.
+        target: whose `rewrites` are made.
+
+    Returns:
+        A new graph, or the same one if there is nothing to rewrite.
+    """
+    table = {op: function for name in target.rewrites for op, function in REWRITES[name].items()}
+    graph, values = fx.Graph(), dict[fx.Node, Any]()
+    recorder, is_rewritten = Recorder(graph), False
+    for node in graph_module.graph.nodes:
+        new: Any = NotImplemented
+        if node.target in table and _is_static(node):
+            args = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            new = recorder.record(table[node.target], *args, node.meta)
+        if new is not NotImplemented:
+            is_rewritten = True
+        elif node.target is operator.getitem and isinstance(values[node.args[0]], Sequence):
+            new = values[node.args[0]][node.args[1]]
+        else:
+            new = graph.node_copy(node, values.__getitem__)
+        values[node] = new
+    graph.eliminate_dead_code()
+    return fx.GraphModule(graph_module, graph) if is_rewritten else graph_module
+
+
+def _is_static(node: fx.Node) -> bool:
+    inputs = [n.meta.get("val") for n in node.all_input_nodes]
+    return all(isinstance(value, torch.Tensor) and is_static(value) for value in inputs)

@@ -1,0 +1,106 @@
+"""Rewritten graphs compute what they did before: run with PyTorch's own kernels, of any shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lowering.capture import capture_aot
+from lowering.decompositions import decomposition_table
+from lowering.rewrites import rewrite
+from npu_iree.targets import NPU_LOCAL
+from tolerances import assert_same
+
+aten = torch.ops.aten
+TARGET = NPU_LOCAL.compile
+
+
+def graph_of(function: Callable[..., Any], *args: torch.Tensor, mode: str = "real") -> Any:
+    traced = make_fx(function, decomposition_table=decomposition_table(), tracing_mode=mode)(*args)
+    return capture_aot(traced).graph_module
+
+
+def ops(graph_module: fx.GraphModule) -> list[str]:
+    return [str(n.target) for n in graph_module.graph.nodes if n.op == "call_function"]
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[list[torch.Tensor], list[Any]]:
+    """Draw tensors (input, weight, bias?) and the other arguments of `aten.convolution` in 1-d."""
+    groups = draw(st.integers(1, 3))
+    kernel, size = draw(st.integers(1, 5)), draw(st.integers(1, 9))
+    channels = groups * draw(st.integers(1, 2))
+    features = groups * draw(st.integers(1, 3))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    shapes = [(draw(st.integers(1, 3)), channels, size), (features, channels // groups, kernel)]
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    if draw(st.booleans()):
+        tensors.append(torch.randn(features, generator=generator, dtype=torch.float64))
+    window = [[draw(st.integers(1, 4))], [draw(st.integers(0, 3))], [draw(st.integers(1, 3))]]
+    return tensors, [*window, False, [0], groups]
+
+
+@settings(max_examples=100, deadline=None)
+@given(calls())
+def test_a_convolution_along_one_dimension(call: tuple[list[torch.Tensor], list[Any]]) -> None:
+    tensors, rest = call
+
+    def convolve(*given: torch.Tensor) -> torch.Tensor:
+        return aten.convolution.default(*(*given, None)[:3], *rest)
+
+    try:
+        expected = convolve(*tensors)
+    except RuntimeError:  # the window is larger than the input
+        assume(False)
+    rewritten = rewrite(graph_of(convolve, *tensors), TARGET)
+    groups, (features, width, _) = rest[-1], tensors[1].shape
+    is_written_out = groups == 1 or (width == 1 and groups == features)
+    assert ("aten.convolution.default" not in ops(rewritten)) == is_written_out
+    assert_same(rewritten(*tensors), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("groups", [1, 6])
+def test_it_keeps_dtype_nan_and_infinity(dtype: torch.dtype, groups: int) -> None:
+    x = torch.randn(2, 6, 11)
+    x[0, 1, 3], x[0, 2, 5], x[1, 0, 0] = float("nan"), float("inf"), -float("inf")
+    x, weight = x.to(dtype), torch.randn(6, 6 // groups, 3).to(dtype)
+
+    def convolve(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.conv1d(x, weight, padding=1, groups=groups)
+
+    rewritten = rewrite(graph_of(convolve, x, weight), TARGET)
+    assert_same(rewritten(x, weight), convolve(x, weight))
+
+
+def test_a_target_lists_its_rewrites() -> None:
+    x, weight = torch.randn(1, 4, 9), torch.randn(4, 4, 3)
+    graph = graph_of(torch.conv1d, x, weight)
+    assert rewrite(graph, replace(TARGET, rewrites=())) is graph
+    assert rewrite(graph, TARGET) is not graph
+
+
+def test_dynamic_sizes_are_left_as_they_are() -> None:
+    x, weight = torch.randn(2, 4, 9), torch.randn(4, 4, 3)
+    graph = graph_of(torch.conv1d, x, weight, mode="symbolic")
+    assert rewrite(graph, TARGET) is graph
+
+
+def test_new_nodes_tell_the_users_line_and_what_they_are() -> None:
+    x, weight = torch.randn(1, 4, 9), torch.randn(4, 4, 3)
+    graph = graph_of(torch.conv1d, x, weight)
+    (old,) = [n for n in graph.graph.nodes if n.target is aten.convolution.default]
+    old.meta["stack_trace"] = "here"
+    for node in rewrite(graph, TARGET).graph.nodes:
+        if node.op == "call_function":
+            assert node.meta["stack_trace"] == "here"
+            assert isinstance(node.meta["val"], torch.Tensor)
+            assert "tensor_meta" not in node.meta  # of the old node
