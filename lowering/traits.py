@@ -27,6 +27,15 @@ def _is_depthwise(node: fx.Node) -> bool:
     return node.target is aten.convolution.default and bool(node.args[_GROUPS] != 1)
 
 
+def _is_pointwise(node: fx.Node) -> bool:
+    """Say whether a dense convolution is a product over channels: its kernel has one element."""
+    if node.target is not aten.convolution.default or _is_depthwise(node):
+        return False
+    kernel = node.args[1]
+    sizes = kernel.meta["val"].shape[2:] if isinstance(kernel, fx.Node) else ()
+    return all(size == 1 for size in sizes)
+
+
 def _is_matmul(node: fx.Node) -> bool:
     return node.target in _MATMULS
 
@@ -51,10 +60,16 @@ _ANY: dict[str, Callable[[fx.Node], bool]] = {
 def traits_of(graphs: Sequence[fx.GraphModule]) -> frozenset[str]:
     """Return what of the following graphs contain.
 
-    `convolution`, `depthwise` (one in groups), `matmul`; `few-rows`: products there are, and most
-    have at most 8 rows.
+    `convolution`, `depthwise` (one in groups), `matmul`; `pointwise`: there are convolutions, and
+    at least half have kernels of one element; `few-rows`: there are products, and most have at most
+    8 rows.
     """
     nodes = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
     found = {word for word, is_such in _ANY.items() if any(map(is_such, nodes))}
-    few, all_ = sum(map(_has_few_rows, nodes)), sum(map(_is_matmul, nodes))
-    return frozenset(found | ({"few-rows"} if 2 * few > all_ else set()))
+    few, products = sum(map(_has_few_rows, nodes)), sum(map(_is_matmul, nodes))
+    pointwise, convolutions = sum(map(_is_pointwise, nodes)), sum(map(_is_convolution, nodes))
+    mostly = {
+        "few-rows": 2 * few > products,
+        "pointwise": pointwise and 2 * pointwise >= convolutions,
+    }
+    return frozenset(found | {word for word, is_so in mostly.items() if is_so})

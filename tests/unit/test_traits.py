@@ -18,6 +18,7 @@ IMAGE, ROW, ROWS = torch.randn(1, 8, 9, 9), torch.randn(1, 16), torch.randn(64, 
 CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], set[str]]] = {
     "nothing": (torch.relu, (ROW,), set()),
     "conv": (conv, (IMAGE, torch.randn(4, 8, 3, 3)), {"convolution"}),
+    "pointwise": (conv, (IMAGE, torch.randn(4, 8, 1, 1)), {"convolution", "pointwise"}),
     "depthwise": (
         lambda x, w: conv(x, w, groups=8),
         (IMAGE, torch.randn(8, 1, 3, 3)),
