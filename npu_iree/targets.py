@@ -69,13 +69,17 @@ _CPU_CANDIDATES = (
     Candidate(name="tiled", flags=_TILED),
     Candidate(name="dispatch-tiled", flags=_DISPATCH_TILED, is_quick=True),
     Candidate(name="im2col", flags=(*_UKERNELS, *_IM2COL), is_quick=True),
-    Candidate(name="channels-last", flags=(*_UKERNELS, *_CHANNELS_LAST)),
+    Candidate(name="channels-last", flags=(*_UKERNELS, *_CHANNELS_LAST), is_quick=True),
     Candidate(name="channels-last-untiled", flags=(*_O3, *_CHANNELS_LAST)),
     Candidate(name="o3", flags=_O3, is_quick=True),
     Candidate(name="none", flags=_LLVM_CPU),
 )
-# What of a kind of region was fastest (`ci/measure_flags.py`).
-_CPU_CHOICES = (Choice(traits=frozenset({"convolution"}), candidates=("im2col",)),)
+# What of a kind of region was fastest, or within noise of it (`ci/measure_flags.py`).
+_CPU_CHOICES = (
+    Choice(traits=frozenset({"depthwise"}), candidates=("channels-last", "im2col")),
+    Choice(traits=frozenset({"pointwise"}), candidates=("im2col",)),
+    Choice(traits=frozenset({"convolution"}), candidates=("channels-last", "im2col")),
+)
 _CPU: dict[str, Any] = {
     "flag_sets": _CPU_FLAG_SETS,
     "candidates": _CPU_CANDIDATES,
