@@ -3,6 +3,11 @@
 python ci/bench.py                  every case
 python ci/bench.py call linear      some
 python ci/bench.py --json out.json  the figures as data, too
+
+python ci/bench.py --models bert vit --backends npu_iree inductor --json out.json --plot out.png
+
+measures whole models, each pair in processes of its own (`benching.suite`); run again with the same
+file, it goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -17,6 +22,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+
+from benching import limits, report, suite
+from benching.backends import BACKENDS as MODEL_BACKENDS
+from lowering.key import host_cpu
 
 BACKENDS = ("npu_iree", "inductor")
 Call = Callable[[], object]
@@ -110,14 +119,29 @@ def mlp() -> list[Figure]:
 CASES = {"call": call, "linear": linear, "mlp": mlp}
 
 
-def main() -> None:
-    """Run the cases that were asked for, print a table, and write JSON if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}")
-    parser.add_argument("--json", type=Path, help="file for the figures")
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    lines = (__doc__ or "").splitlines()
+    parser = argparse.ArgumentParser(description=lines[0])
+    add = parser.add_argument
+    add("cases", nargs="*", help=f"of {', '.join(CASES)}")
+    add("--json", type=Path, help="file for the figures")
+    add("--models", nargs="+", help="measure whole models instead: names, or `all`")
+    add("--backends", nargs="+", choices=MODEL_BACKENDS, default=list(MODEL_BACKENDS))
+    add("--batch", nargs="+", type=int, default=[1])
+    add("--rounds", type=int, default=7)
+    add("--seconds", type=float, default=0.5, help="of one backend in one round")
+    add("--python", nargs="+", default=[], metavar="BACKEND=PATH", help="interpreters of peers")
+    add("--tune", choices=("off", "quick", "full"), default="off", help="for our own backend")
+    add("--plot", type=Path, help="PNG of all that is in the JSON file (needs matplotlib)")
     args = parser.parse_args()
     if unknown := set(args.cases) - set(CASES):
         parser.error(f"no case {', '.join(sorted(unknown))}; there are: {', '.join(CASES)}")
+    return args
+
+
+def run_cases(args: argparse.Namespace) -> None:
+    """Run the cases that were asked for, print a table, and write JSON if asked to."""
     found: list[Figure] = []
     print(f"{'case':28} {'backend':24} {'us/call':>12} {'+-':>10} {'of eager':>9}")
     with torch.no_grad():
@@ -133,5 +157,43 @@ def main() -> None:
         args.json.write_text(json.dumps({**run, "figures": [asdict(f) for f in found]}, indent=1))
 
 
+def run_models(args: argparse.Namespace) -> None:
+    """Measure whole models; keep each one's figures as soon as they are there."""
+    from benching.models import MODELS
+
+    known = args.json is not None and args.json.exists()
+    run = json.loads(args.json.read_text()) if known else {"machine": machine(), "cases": {}}
+    plan = suite.Plan(
+        backends=tuple(dict.fromkeys(["eager", *args.backends])),
+        rounds=args.rounds,
+        seconds=args.seconds,
+        pythons=dict(pair.split("=", 1) for pair in args.python),
+        options={} if args.tune == "off" else {"tune": args.tune},
+    )
+    for batch in args.batch:
+        for name in MODELS if args.models == ["all"] else args.models:
+            case = f"{name} x{batch}"
+            if case not in run["cases"]:
+                run["cases"][case] = suite.as_json(suite.measure(name, batch, plan))
+                print(report.table({case: run["cases"][case]}), flush=True)
+            if args.json:
+                args.json.write_text(json.dumps(run, indent=1))
+    print(report.summary(run["cases"]))
+    if args.plot:
+        report.plot(run["cases"], args.plot)
+
+
+def machine() -> dict[str, object]:
+    """Say what it was measured on, and what that machine can do at most."""
+    rates = limits.machine_rates()
+    return {
+        "cpu": host_cpu(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        **rates,
+    }
+
+
 if __name__ == "__main__":
-    main()
+    arguments = parse()
+    (run_models if arguments.models else run_cases)(arguments)

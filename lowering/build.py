@@ -19,6 +19,7 @@ from lowering.pipeline import Toolchain, compile_program
 from lowering.program import Program
 from lowering.region import Region
 from lowering.target import CompileTarget
+from lowering.tuning import Tuning
 
 log = logging.getLogger(__name__)
 _COUNTING = threading.Lock()
@@ -35,8 +36,9 @@ class Builder:
         cache: store of artifacts, or None.
         may_compile: whether what neither has is compiled.
         dump: folder for the products of the stages, or None.
-        counts: `compiles`, `bundle_hits`, `cache_hits`, `cache_misses` and `compile_ms` are added
-            up here.
+        counts: `compiles`, `bundle_hits`, `cache_hits`, `cache_misses`, `compile_ms` and
+            `tuned_regions` are added up here.
+        tuning: chooses the settings of each region by measuring, or None.
     """
 
     target: CompileTarget
@@ -46,6 +48,7 @@ class Builder:
     may_compile: bool = True
     dump: Path | None = None
     counts: Counter[str] = field(default_factory=Counter)
+    tuning: Tuning | None = None
 
     def key(self, region: Region) -> CacheKey:
         """Return the key of a region."""
@@ -53,7 +56,9 @@ class Builder:
 
     def program_key(self, program: Program) -> CacheKey:
         """Return the key of a program."""
-        return program_key(program, self.target, self.toolchain.flags, self.toolchain.kernels)
+        tune = self.tuning.key(self.target) if self.tuning is not None else ""
+        toolchain = self.toolchain
+        return program_key(program, self.target, toolchain.flags, toolchain.kernels, tune)
 
     def program(self, program: Program) -> Entry:
         """Get the module of a program.
@@ -103,7 +108,7 @@ class Builder:
         self, regions: Sequence[Region], keys: dict[str, CacheKey]
     ) -> dict[str, Entry | StageError]:
         service = self.toolchain.service
-        if service is None or len(regions) < 2:
+        if service is None or len(regions) < 2 or self.tuning is not None:  # measured alone
             programs = {keys[r.name].digest: Program.of(r) for r in regions}
             return {d: self._compile(p, keys[p.name]) for d, p in programs.items()}
         pool = ThreadPoolExecutor(service.size, thread_name_prefix="lowering")
@@ -126,7 +131,7 @@ class Builder:
     def _compile(self, program: Program, key: CacheKey) -> Entry | StageError:
         dump = self.dump / program.name if self.dump is not None else None
         if self.cache is None:
-            return self._run_stages(program, dump, key)
+            return self._make(program, dump, key)
         with self.cache.lock(key, self.toolchain.cancelled):
             if entry := self._load(key):  # another process was faster
                 return entry
@@ -135,10 +140,24 @@ class Builder:
                 log.debug(
                     "%s: no entry; the nearest differs in %s", program.name, self.cache.nearest(key)
                 )
-            built = self._run_stages(program, dump, key)
+            built = self._make(program, dump, key)
             if isinstance(built, Entry):
                 self.cache.store(key, built)
             return built
+
+    def _make(self, program: Program, dump: Path | None, key: CacheKey) -> Entry | StageError:
+        """Compile a program, and tune it if that is asked for."""
+        if self.tuning is None:
+            return self._run_stages(program, dump, key)
+        plain = replace(self, tuning=None)
+        default = plain._load(plain.program_key(program)) or plain._compile(
+            program, plain.program_key(program)
+        )
+        if isinstance(default, StageError):
+            return default
+        self._count("tuned_regions", 1)
+        tuned = self.tuning.tuned(program, default, self.target, self.toolchain)
+        return replace(tuned, parts=key.parts)
 
     def _run_stages(
         self, program: Program, dump: Path | None, key: CacheKey | None = None

@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -45,6 +46,7 @@ class Entry:
         vmfb: the module.
         source: the program in the torch dialect, to compile it again.
         cpu_features: what a CPU must have to run it.
+        tuning: how the flags were chosen, if they were measured (`lowering.tuning`).
     """
 
     parts: Mapping[str, str]
@@ -52,6 +54,7 @@ class Entry:
     vmfb: bytes
     source: str
     cpu_features: tuple[str, ...] = ()
+    tuning: Mapping[str, Any] | None = None
 
     @property
     def options(self) -> CompileOptions:
@@ -74,6 +77,7 @@ class Entry:
             "flags": self.flags,
             "cpu_features": self.cpu_features,
             "source_bytes": len(source),
+            "tuning": self.tuning,
         }
         body = json.dumps(head, sort_keys=True).encode() + b"\n" + source + self.vmfb
         return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
@@ -96,7 +100,9 @@ class Entry:
             size = head["source_bytes"]
             source = _decompressed(data[:size]).decode()
             features = tuple(head["cpu_features"])
-            return cls(dict(head["key"]), tuple(head["flags"]), data[size:], source, features)
+            tuning = head.get("tuning")
+            key, flags = dict(head["key"]), tuple(head["flags"])
+            return cls(key, flags, data[size:], source, features, tuning)
         except (KeyError, TypeError, zlib.error) as error:
             raise ValueError(f"it makes no sense: {error}") from error
 

@@ -57,6 +57,7 @@ def program_key(
     target: CompileTarget,
     flags: FlagSet = (),
     kernels: Mapping[str, Kernel] | None = None,
+    tune: str = "",
 ) -> CacheKey:
     """Make the key of a program for a target.
 
@@ -65,8 +66,9 @@ def program_key(
         target: what to compile for; all flag sets that may be tried are part of the key.
         flags: the user's own flags.
         kernels: the user's own kernels; those of ops that the program does not have are left out.
+        tune: which settings are measured to choose among; empty: none.
     """
-    flag_sets = target.flag_sets_for(program.has_convolution, flags)
+    flag_sets = target.flag_sets_for(program.traits, flags)
     texts = [f"{entry}:\n{canonical_text(graph)}" for entry, graph in program.graphs.items()]
     is_for_this_cpu = any("target-cpu=host" in flag for flags in flag_sets for flag in flags)
     return CacheKey(
@@ -81,6 +83,7 @@ def program_key(
             "rewrites": json.dumps(target.rewrites),
             "cpu": host_cpu() if is_for_this_cpu else "",
             **compiler_build(),
+            **({"tune": tune} if tune else {}),
         }
     )
 

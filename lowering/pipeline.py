@@ -95,7 +95,7 @@ def compile_program(
     if dump is not None:
         text = "\n".join(map(_readable, graphs.values()))
         _keep(dump / "00-graph.txt", text.encode())
-    flag_sets = target.flag_sets_for(program.has_convolution, toolchain.flags)
+    flag_sets = target.flag_sets_for(program.traits, toolchain.flags)
     fault = toolchain.fault
     if fault is not None and fault.op not in program.ops:
         toolchain = replace(toolchain, fault=None)
@@ -136,7 +136,7 @@ def stop_after(
     names = [s.name for s in STAGES]
     if stage not in names:
         raise ValueError(f"no stage {stage!r}; there are: {', '.join(names)}")
-    flags = target.flag_sets_for(program.has_convolution, toolchain.flags)[0]
+    flags = target.flag_sets_for(program.traits, toolchain.flags)[0]
     options = CompileOptions(
         flags=flags,
         parameters=program.parameters,

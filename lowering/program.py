@@ -9,6 +9,7 @@ from torch import fx
 
 from lowering.abi import ENTRY
 from lowering.region import Region
+from lowering.traits import traits_of
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,6 @@ class Program:
         return frozenset(op for region in self.regions.values() for op, _ in region.ops)
 
     @property
-    def has_convolution(self) -> bool:
-        """Whether a convolution is among the ops (layout flags depend on it)."""
-        return any("convolution" in op for op in self.ops)
+    def traits(self) -> frozenset[str]:
+        """What it contains that decides which compiler settings fit."""
+        return traits_of(list(self.graphs.values()))

@@ -119,8 +119,8 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
     Sizes and strides may be symbolic; their hints decide.
     """
-    sizes = [_hint(s) for s in tensor.shape]
-    strides = [_hint(s) for s in tensor.stride()]
+    sizes = [size_hint(s) for s in tensor.shape]
+    strides = [size_hint(s) for s in tensor.stride()]
     natural = tuple(range(len(sizes)))
     for order in (natural, tuple(sorted(natural, key=lambda d: -strides[d]))):
         if _is_dense([sizes[d] for d in order], [strides[d] for d in order]):
@@ -185,7 +185,8 @@ def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def _hint(size: int | torch.SymInt) -> int:
+def size_hint(size: int | torch.SymInt) -> int:
+    """Return a size, or what a symbolic one was when it was captured; 2 if that is not known."""
     if isinstance(size, int):
         return size
     return int(size.node.hint) if size.node.has_hint() else 2

@@ -112,6 +112,8 @@ class Device:
         self, arrays: Sequence[DeviceArray], timeout_s: float | None = None
     ) -> list[torch.Tensor]:
         """Do what `gather` does, for a caller that has entered it into the ledger."""
+        if not arrays:
+            return []
         if self._is_of_parent:
             self._refuse()
         views, points = self.memory.fetch([a._view for a in arrays], [a.ready for a in arrays])

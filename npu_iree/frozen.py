@@ -16,15 +16,19 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+_data_address: Any = torch._C._data_address  # type: ignore[attr-defined]
+
 
 def address_of(tensor: torch.Tensor) -> int:
     """Return where a tensor's bytes are; unlike `data_ptr()`, without ending a copy-on-write."""
-    return storage_address(tensor) + int(tensor.storage_offset()) * tensor.element_size()
+    address: int = _data_address(tensor) + tensor.storage_offset() * tensor.element_size()
+    return address
 
 
 def storage_address(tensor: torch.Tensor) -> int:
     """Return where a tensor's storage begins, without ending a copy-on-write."""
-    return int(torch._C._data_address(tensor))  # type: ignore[attr-defined]
+    start: int = _data_address(tensor)
+    return start
 
 
 def is_lazy_copy(tensor: torch.Tensor) -> bool:
@@ -90,10 +94,12 @@ def frozen(tensor: torch.Tensor) -> torch.Tensor:
 def overlapping(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[int]:
     """Find which dense tensors share memory with `others`, or with one before them in the list."""
     spans = []
-    for i, tensor in enumerate((*others, *tensors), start=-len(others)):
+    i = -len(others)
+    for tensor in (*others, *tensors):  # of every call: nothing is called that can be written out
         if nbytes := tensor.nbytes:
-            start = address_of(tensor)
+            start = _data_address(tensor) + tensor.storage_offset() * tensor.element_size()
             spans.append((start, start + nbytes, i))
+        i += 1
     spans.sort()
     found: set[int] = set()
     last_end, last = -1, -1

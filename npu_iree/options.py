@@ -37,6 +37,9 @@ class Options:
         compile: what to do with what neither the bundle nor the cache has: `if_missing` compiles
             it, `never` raises an error that says what differs, `eager` runs the whole graph with
             PyTorch's CPU kernels, with one warning. The last two need no compiler installed.
+        tune: measure the target's candidate settings for each region on the device, with made-up
+            inputs, and keep the fastest that computes what the default does: `quick` tries those
+            that often win, `full` all. What was found is kept in the cache.
         compile_time_limit_s: seconds that one lowering stage of one region may take.
         compile_memory_limit_bytes: address space that it may take.
     """
@@ -51,6 +54,7 @@ class Options:
     rng: Literal["default", "host"] = "default"
     bundle: Path | None = None
     compile: Literal["if_missing", "never", "eager"] = "if_missing"
+    tune: Literal["off", "quick", "full"] = "off"
     compile_time_limit_s: float = 600.0
     compile_memory_limit_bytes: int = 8 << 30
 
@@ -198,6 +202,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "rng": _one_of("default", "host"),
     "bundle": _path,
     "compile": _one_of("if_missing", "never", "eager"),
+    "tune": _one_of("off", "quick", "full"),
     "compile_time_limit_s": _positive,
     "compile_memory_limit_bytes": lambda name, value: int(_positive(name, value)),
 }

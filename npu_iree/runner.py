@@ -19,7 +19,7 @@ from lowering.region import memory_order
 from lowering.signature import TensorSpec
 from lowering.source import user_line
 from npu_iree.array import DeviceArray
-from npu_iree.border import Crossing, fetch, put_in_place, write_back
+from npu_iree.border import Crossing, Import, fetch, put_in_place, write_back
 from npu_iree.device import Device
 from npu_iree.empty_sizes import is_empty, may_be_empty, run_on_host
 from npu_iree.errors import DeviceError, InternalError
@@ -157,7 +157,24 @@ class Runner:
     def _put_step(self, values: Sequence[str]) -> _RunStep:
         device = self._device
         given = set(self._targets.values())
-        crossings = [(i, self._crossings[v], i in given) for v in values for i in [self._index[v]]]
+        indices = [self._index[v] for v in values]
+        crossings = [
+            (i, self._crossings[v], i in given) for v, i in zip(values, indices, strict=True)
+        ]
+        if self.plan.kept:  # a call may end before the device has read what it was given
+            return self._put_step_once(crossings)
+        imports = [(i, Import(device, crossing, given)) for i, crossing, given in crossings]
+
+        def run(environment: _Environment) -> None:
+            host, handles, imported = environment
+            for i, known in imports:
+                if handles[i] is None:
+                    handles[i] = known.put(host[i], imported)
+
+        return run
+
+    def _put_step_once(self, crossings: Sequence[tuple[int, Crossing, bool]]) -> _RunStep:
+        device = self._device
 
         def run(environment: _Environment) -> None:
             host, handles, imported = environment
@@ -195,11 +212,12 @@ class Runner:
         crossings = [self._crossings[v] for v in values]
         indices = [self._index[v] for v in values]
         targets = [self._targets.get(v) for v in values]
+        has_targets = any(i is not None for i in targets)
 
         def run(environment: _Environment) -> None:
             host, handles, imported = environment
             arrays: list[Any] = [handles[i] for i in indices]
-            places = [None if i is None else host[i] for i in targets]
+            places = [None if i is None else host[i] for i in targets] if has_targets else ()
             tensors = fetch(device, arrays, crossings, reader, imported, targets=places)
             for i, tensor in zip(indices, tensors, strict=True):
                 host[i] = tensor

@@ -6,9 +6,9 @@ import difflib
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
-from typing import Literal
+from typing import Any, Literal
 
-from lowering.target import CompileTarget
+from lowering.target import Candidate, Choice, CompileTarget
 from npu_iree.errors import TargetError
 
 ENTRY_POINT_GROUP = "npu_iree.targets"
@@ -53,38 +53,45 @@ class Target:
         return self.compile.name
 
 
-_CPU_FLAG_SETS = (
-    (
-        *_LLVM_CPU,
-        "--iree-opt-level=O3",
-        "--iree-opt-data-tiling",
-        "--iree-llvmcpu-enable-ukernels=all",
-    ),
-    (*_LLVM_CPU, "--iree-opt-level=O3"),
-    _LLVM_CPU,
+_O3 = (*_LLVM_CPU, "--iree-opt-level=O3")
+_TILED = (*_O3, "--iree-opt-data-tiling")
+_UKERNELS = (*_TILED, "--iree-llvmcpu-enable-ukernels=all")
+_CHANNELS_LAST = (
+    "--iree-preprocessing-pass-pipeline=builtin.module(util.func("
+    "iree-preprocessing-convert-conv-to-channels-last))",
 )
-_CPU_CONV_FLAGS = ("--iree-global-opt-use-im2col-for-convs",)
-_CPU_REWRITES = ("convolutions",)
+_IM2COL = ("--iree-global-opt-use-im2col-for-convs",)
+_DISPATCH_TILED = (*_LLVM_CPU, "--iree-opt-level=O2", "--iree-dispatch-creation-data-tiling")
+
+_CPU_FLAG_SETS = (_UKERNELS, _O3, _LLVM_CPU)
+_CPU_CANDIDATES = (
+    Candidate(name="ukernels", flags=_UKERNELS, is_quick=True),
+    Candidate(name="tiled", flags=_TILED),
+    Candidate(name="dispatch-tiled", flags=_DISPATCH_TILED, is_quick=True),
+    Candidate(name="im2col", flags=(*_UKERNELS, *_IM2COL), is_quick=True),
+    Candidate(name="channels-last", flags=(*_UKERNELS, *_CHANNELS_LAST), is_quick=True),
+    Candidate(name="channels-last-untiled", flags=(*_O3, *_CHANNELS_LAST)),
+    Candidate(name="o3", flags=_O3, is_quick=True),
+    Candidate(name="none", flags=_LLVM_CPU),
+)
+# What of a kind of region was fastest, or within noise of it (`ci/measure_flags.py`).
+_CPU_CHOICES = (
+    Choice(traits=frozenset({"depthwise"}), candidates=("channels-last", "im2col")),
+    Choice(traits=frozenset({"pointwise"}), candidates=("im2col",)),
+    Choice(traits=frozenset({"convolution"}), candidates=("channels-last", "im2col")),
+)
+_CPU: dict[str, Any] = {
+    "flag_sets": _CPU_FLAG_SETS,
+    "candidates": _CPU_CANDIDATES,
+    "choices": _CPU_CHOICES,
+    "rewrites": ("convolutions",),
+}
 
 NPU_LOCAL = Target(
-    compile=CompileTarget(
-        name="npu-local",
-        flag_sets=_CPU_FLAG_SETS,
-        conv_flags=_CPU_CONV_FLAGS,
-        rewrites=_CPU_REWRITES,
-    ),
-    driver="local-task",
-    memory="unified",
+    compile=CompileTarget(name="npu-local", **_CPU), driver="local-task", memory="unified"
 )
 NPU_VIRTUAL = Target(
-    compile=CompileTarget(
-        name="npu-virtual",
-        flag_sets=_CPU_FLAG_SETS,
-        conv_flags=_CPU_CONV_FLAGS,
-        rewrites=_CPU_REWRITES,
-    ),
-    driver="local-task",
-    memory="discrete",
+    compile=CompileTarget(name="npu-virtual", **_CPU), driver="local-task", memory="discrete"
 )
 CUDA = Target(
     compile=CompileTarget(

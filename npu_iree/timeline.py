@@ -119,9 +119,11 @@ def new_fence(device: Any) -> Any:
 def joined(points: Iterable[Timepoint]) -> tuple[Any, Sequence[Timepoint]]:
     """Return one fence for all of `points`, and those of them that may lie ahead."""
     ahead: list[Timepoint] = []
+    last = None
     for point in points:
-        if not point._reached and point not in ahead:
+        if point is not last and not point._reached and point not in ahead:
             ahead.append(point)
+        last = point  # results of one call come one after the other, and share it
     if not ahead:
         return NO_WAIT, ()
     if len(ahead) == 1:
@@ -137,8 +139,6 @@ def wait_all(points: Iterable[Timepoint], timeout_s: float | None = None) -> Non
         DeviceTimeoutError: as `Timepoint.wait`.
     """
     fence, ahead = joined(points)
-    if not ahead:
-        return
     if len(ahead) > 1:
         names = ", ".join(p.work.name for p in ahead)
         Timepoint(fence, Work(names), ahead).wait(timeout_s)

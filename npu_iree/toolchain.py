@@ -20,6 +20,7 @@ from npu_iree.errors import ArtifactError, OptionError
 from npu_iree.kernels import registered_kernels
 from npu_iree.options import Options
 from npu_iree.settings import Settings
+from npu_iree.tuning import tuning_for
 from npu_iree.versions import VERIFIED
 from npu_iree.workers import compile_service
 
@@ -56,6 +57,7 @@ def compiler_for(options: Options, number: int = 0, counts: Counter[str] | None 
         may_compile=options.compile == "if_missing",
         dump=settings.dump / f"graph{number}" if settings.dump else None,
         counts=Counter() if counts is None else counts,
+        tuning=tuning_for(options.tune, target),
     )
     capabilities = load_capabilities(target.compile.capabilities)
     return Compiler(

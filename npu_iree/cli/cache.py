@@ -20,6 +20,7 @@ from lowering.cache import SUFFIX, ArtifactCache, Entry, write_atomically
 from lowering.denials import DenialRecord
 from lowering.pipeline import Toolchain, compile_source
 from lowering.service import CompileService
+from lowering.tuning import TuningRecord
 from npu_iree.errors import NpuIreeError, StageError
 from npu_iree.settings import Settings
 
@@ -33,13 +34,15 @@ _LIMITS = ArchiveLimits(members=100_000)  # a full cache of small regions
 @app.command("ls")
 def list_entries() -> None:
     """List the entries, the most recently used first."""
-    table = Table("entry", "target", "bytes", "parameters", "last used")
+    table = Table("entry", "target", "bytes", "parameters", "tuned", "last used")
     for path, entry in _cache().entries():
         stat = path.stat()
         used = datetime.fromtimestamp(stat.st_mtime).isoformat(" ", "seconds")
         parts = entry.parts
         bound = {name for names in entry.options.parameters.values() for name in names}
-        table.add_row(path.stem[:16], parts["target"], str(stat.st_size), str(len(bound)), used)
+        tuned = str((entry.tuning or {}).get("winner", ""))
+        cells = (path.stem[:16], parts["target"], str(stat.st_size), str(len(bound)), tuned, used)
+        table.add_row(*map(escape, cells))
     console.print(table)
 
 
@@ -65,6 +68,30 @@ def why(one: str, other: str) -> None:
         if first.parts.get(label) != second.parts.get(label):
             table.add_row(label, first.parts.get(label, ""), second.parts.get(label, ""))
     console.print(table if table.row_count else "the keys are the same")
+
+
+@app.command()
+def tuning(prefix: str) -> None:
+    """Show how the settings of an entry were chosen; a prefix of the digest names it."""
+    entry = _find(prefix)
+    if entry.tuning is None:
+        raise NpuIreeError(f"entry {prefix} was not tuned: options={{'tune': 'quick'}} does that")
+    try:
+        record = TuningRecord.from_json(entry.tuning)
+    except (KeyError, TypeError, ValueError) as error:
+        raise NpuIreeError(f"the record of {prefix} makes no sense: {error}") from error
+    table = Table("candidate", "ms", "of default", "difference", "compiled in s", "problem")
+    for trial in record.trials:
+        figures = (trial.ms, trial.ratio, trial.difference, trial.compile_ms / 1e3)
+        cells = (f"{value:.3g}" if value is not None else "" for value in figures)
+        table.add_row(trial.name, *cells, escape(trial.problem))
+    console.print(table)
+    calls = record.pays_back_calls
+    pays = f", won back after {calls} calls" if calls is not None else ""
+    console.print(
+        f"{record.level}: {record.winner} was taken; noise {record.noise:.1%}, "
+        f"cost {record.cost_ms / 1e3:.1f} s{pays}"
+    )
 
 
 @app.command()

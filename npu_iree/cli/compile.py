@@ -33,6 +33,14 @@ class Params(StrEnum):
     EMBED = "embed"
 
 
+class Tune(StrEnum):
+    """How many of the target's candidate settings are measured."""
+
+    OFF = "off"
+    QUICK = "quick"
+    FULL = "full"
+
+
 class HostOps(StrEnum):
     """Whether the host may run what the target cannot."""
 
@@ -80,6 +88,9 @@ def compile_command(
         ),
     ] = None,
     flag: Annotated[list[str], typer.Option(help="one more flag for iree-compile")] = NONE,
+    tune: Annotated[
+        Tune, typer.Option(help="measure candidate settings on the device, and keep the best")
+    ] = Tune.OFF,
     host_ops: Annotated[HostOps, typer.Option(help="allow goes with --bundle")] = HostOps.FORBID,
     bundle: Annotated[
         bool, typer.Option("--bundle", help="write a bundle for torch.compile (.npub)")
@@ -111,6 +122,7 @@ def compile_command(
             bundle=bundle,
             host_ops=host_ops,
             verify=verify,
+            tune=tune,
         )
         import_modules(imports)
         with _progress() as tell:
@@ -123,6 +135,7 @@ def compile_command(
                 kind,
                 stop_after,
                 flag,
+                tune.value,
                 host_ops,
                 bundle,
                 tell,
@@ -150,6 +163,7 @@ def _check_options(
     bundle: bool,
     host_ops: HostOps,
     verify: bool,
+    tune: Tune,
 ) -> None:
     """Refuse options that would have no effect, before anything is compiled."""
     from lowering.pipeline import STAGES
@@ -165,14 +179,21 @@ def _check_options(
         "--dynamic": bool(dynamic),
         "--params": params is not Params.SPLIT,
         "--verify": verify,
+        "--tune": tune is not Tune.OFF,
     }
     without: dict[str, tuple[str, ...]] = {}
     if bundle:
         without["a bundle"] = ("--stop-after", "--cpu", "--params")
     if stop_after is not None:
-        without["a stage's product"] = ("--verify", "--params")
+        without["a stage's product"] = ("--verify", "--params", "--tune")
     if any(source.endswith(".mlir") for source in sources):
-        without["an artifact from IR"] = ("--stop-after", "--dynamic", "--params", "--verify")
+        without["an artifact from IR"] = (
+            "--stop-after",
+            "--dynamic",
+            "--params",
+            "--verify",
+            "--tune",
+        )
         if len(sources) > 1 or bundle:
             raise OptionError("an IR file is compiled alone, and not into a bundle")
     for what, options in without.items():
@@ -189,6 +210,7 @@ def _make(
     params: str,
     stage: str | None,
     flags: list[str],
+    tune: str,
     host_ops: HostOps,
     bundle: bool,
     tell: Tell,
@@ -201,13 +223,14 @@ def _make(
     if bundle:
         from npu_iree.offline.bundles import write_bundle
 
-        choices = {"target": target, "flags": flags}
+        choices = {"target": target, "flags": flags, "tune": tune}
         choices["fallback"] = "error" if host_ops is HostOps.FORBID else "host"
         return write_bundle(sources, output, choices, dynamic=bool(dynamic))
     options = BuildOptions(
         target=target,
         cpu=cpu,
         flags=tuple(flags),
+        tune=tune,
         params=params,  # type: ignore[arg-type]
         source=source_record(sources),
     )

@@ -40,6 +40,7 @@ class BuildOptions:
         cpu: for a target of CPU code: LLVM's name of the CPU to compile for, e.g. `x86-64-v3`; by
             default this machine's.
         flags: more flags for `iree-compile`.
+        tune: `quick` or `full`: measure the target's candidate settings on its device, here.
         params: where the parameters go: a `.irpa` or `.safetensors` file beside the artifact, or
             `embed`, into it.
         source: what is compiled, for the manifest.
@@ -48,25 +49,24 @@ class BuildOptions:
     target: str = "npu-local"
     cpu: str | None = None
     flags: tuple[str, ...] = ()
+    tune: str = "off"
     params: ParameterStore = "irpa"
     source: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def compiler(self) -> Compiler:
         """What compiles under these options."""
-        options = Options.parse({"target": self.target, "flags": self.flags})
+        options = Options.parse({"target": self.target, "flags": self.flags, "tune": self.tune})
         compiler = compiler_for(options)
         if self.cpu is None:
             return compiler
+        if self.tune != "off":
+            raise OptionError("tuning measures code for this machine's CPU: --tune has no --cpu")
         target = compiler.builder.target
         if not any(_HOST_CPU in flags for flags in target.flag_sets):
             raise OptionError(f"{self.target} is no target of CPU code, so it has no --cpu")
         wanted = _HOST_CPU.replace("host", self.cpu)
-        flag_sets = tuple(
-            tuple(wanted if flag == _HOST_CPU else flag for flag in flags)
-            for flags in target.flag_sets
-        )
-        builder = replace(compiler.builder, target=replace(target, flag_sets=flag_sets))
+        builder = replace(compiler.builder, target=target.replacing(_HOST_CPU, wanted))
         return replace(compiler, builder=builder)
 
     def check(self) -> None:

@@ -34,7 +34,7 @@ def write_from_ir(file: Path, path: str | os.PathLike[str], options: BuildOption
         StageError: a stage failed.
     """
     target = options.compiler.builder.target
-    flags = target.flag_sets_for(False, options.flags)[0]
+    flags = target.flag_sets_for(extra=options.flags)[0]
     with tempfile.TemporaryDirectory(prefix="npu-iree-") as scratch:
         try:
             product = restart(file, CompileOptions(flags=flags), Path(scratch))

@@ -1,0 +1,1 @@
+"""The benchmark suite: models times backends, each pair in processes of its own."""

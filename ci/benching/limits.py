@@ -1,0 +1,94 @@
+"""What could be reached: the machine's rates, and IREE's own tool on the very same module."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+_MATMUL, _BYTES, _ROUNDS = 2048, 1 << 30, 5
+
+
+def machine_rates() -> dict[str, float]:
+    """Measure PyTorch's own matrix product and the reading of memory, the best of some rounds."""
+    a, b = torch.randn(_MATMUL, _MATMUL), torch.randn(_MATMUL, _MATMUL)
+    data = torch.ones(_BYTES // 4)
+    return {
+        "matmul_gflops": 2 * _MATMUL**3 / _best(lambda: a @ b) / 1e9,
+        "read_gb_per_s": _BYTES / _best(data.sum) / 1e9,
+    }
+
+
+def _best(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(_ROUNDS):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def export_module(folder: Path, call: Callable[[], Any]) -> str:
+    """Write the module that a call runs, its parameters and arguments; return why not, or empty.
+
+    The parameters are what the runner has bound, the arguments what it submits in this call.
+    """
+    from npu_iree.executable import Function
+    from npu_iree.offline.parameters import save_parameters
+    from npu_iree.runner import Runner
+
+    runners = [o for o in gc.get_objects() if type(o) is Runner]
+    regions = [r for runner in runners for r in runner.executables]
+    if len(regions) != 1:
+        return f"the model is {len(regions)} regions"
+    (runner,) = runners
+    (executable,) = runner.executables.values()
+    (region,) = runner.plan.regions.values()
+    weights = runner._weights.bound(region.name)
+    tensors = dict(zip(region.parameter_names, weights, strict=True))
+    if tensors:
+        save_parameters(tensors, folder / "model.irpa")
+    (folder / "model.vmfb").write_bytes(executable.artifact.vmfb)
+    taken: list[Any] = []
+    original = Function.__call__
+
+    def noting(self: Function, *args: Any) -> Any:
+        taken[:] = args
+        return original(self, *args)
+
+    Function.__call__ = noting  # type: ignore[method-assign]
+    try:
+        call()
+    finally:
+        Function.__call__ = original  # type: ignore[method-assign]
+    for i, handle in enumerate(taken):
+        np.save(folder / f"input{i}.npy", handle.to_host().numpy())
+    return ""
+
+
+def benchmark_module(folder: Path, seconds: float) -> float:
+    """Run `iree-benchmark-module` on an exported module; return the milliseconds of a call."""
+    count = len(list(folder.glob("input*.npy")))
+    command = [
+        str(Path(sys.executable).parent / "iree-benchmark-module"),
+        f"--module={folder / 'model.vmfb'}",
+        "--function=main",
+        "--device=local-task",
+        *(f"--input=@{folder / f'input{i}.npy'}" for i in range(count)),
+        "--benchmark_format=json",
+        f"--benchmark_min_time={seconds}s",
+    ]
+    if (folder / "model.irpa").exists():
+        command.append(f"--parameters=model={folder / 'model.irpa'}")
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (row,) = json.loads(done.stdout[done.stdout.index("{") :])["benchmarks"]
+    scale = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3}[row["time_unit"]]
+    return float(row["real_time"]) * scale

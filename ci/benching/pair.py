@@ -1,0 +1,123 @@
+"""`python -m benching.pair MODEL BATCH BACKEND`: one model on one backend, measured on request.
+
+It builds the model, makes the first call, and answers with JSON lines. Then it reads commands:
+`round SECONDS` (calls for about so long), `save FILE` and `compare FILE` (the numbers of a call),
+`export FOLDER` (the module and all that it takes), `memory`; it ends with its input.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from benching.backends import BACKENDS
+from benching.models import MODELS, Call
+
+
+class Pair:
+    """A model on a backend: its call, and what can be asked of it."""
+
+    def __init__(self, model: str, batch: int, backend: str, options: dict[str, Any]) -> None:
+        case, self._backend = MODELS[model], BACKENDS[backend]
+        module, kwargs = case.build(), case.inputs(batch)
+        fast: Callable[..., Any] = module
+        if self._backend.name:
+            chosen = {**self._backend.options, **options} or None
+            fast = torch.compile(module, backend=self._backend.name, options=chosen)
+        self._call: Call = case.call(fast, kwargs)
+
+    def first(self) -> dict[str, Any]:
+        """Make the first call, which compiles."""
+        started = time.perf_counter()
+        self._call()
+        return {"first_call_s": time.perf_counter() - started, **self.memory()}
+
+    def round(self, seconds: str) -> dict[str, Any]:
+        """Call for about so long; return the milliseconds of a call."""
+        started, calls = time.perf_counter(), 0
+        while True:
+            self._call()
+            calls += 1
+            spent = time.perf_counter() - started
+            if spent > float(seconds):
+                return {"ms": spent / calls * 1e3}
+
+    def memory(self, _: str = "") -> dict[str, Any]:
+        """Return the peak of resident memory of this process; that of workers is their own.
+
+        Not by `getrusage`: that begins with what the process had that started this one.
+        """
+        line = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return {"peak_mb": int(line[1]) / 1024 if line else None}
+
+    def save(self, file: str) -> dict[str, Any]:
+        """Keep the numbers of a call."""
+        torch.save(self._results(), file)
+        return {}
+
+    def compare(self, file: str) -> dict[str, Any]:
+        """Return the largest difference from kept numbers, relative to the largest of them."""
+        pairs = zip(self._results(), torch.load(file), strict=True)
+        return {"difference": max(_difference(mine, theirs) for mine, theirs in pairs)}
+
+    def export(self, folder: str) -> dict[str, Any]:
+        """Write the module of the only region, and all that it takes."""
+        from benching.limits import export_module
+
+        return {"module": export_module(Path(folder), self._call)}
+
+    def _results(self) -> list[torch.Tensor]:
+        leaves = pytree.tree_leaves(_plain(self._call()))
+        return [x.detach().clone() for x in leaves if isinstance(x, torch.Tensor)]
+
+
+def _plain(result: Any) -> Any:
+    """Return what a model computes: its first result. Others are caches, which move on."""
+    if isinstance(result, dict):
+        return next(iter(result.values()))
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    scale = expected.abs().max().clamp_min(1e-30)
+    return float(((actual - expected).abs().max() / scale).item())
+
+
+def _answer(**row: Any) -> None:
+    sys.stdout.write(json.dumps(row) + "\n")
+    sys.stdout.flush()
+
+
+def main(model: str, batch: str, backend: str, options: str = "{}") -> None:
+    """Make the first call, then do what is asked for."""
+    if module := BACKENDS[backend].module:
+        try:
+            importlib.import_module(module)
+        except Exception as error:
+            _answer(missing=f"{type(error).__name__}: {error}"[:300])
+            return
+    with torch.no_grad():
+        pair = Pair(model, int(batch), backend, json.loads(options))
+        try:
+            _answer(**pair.first())
+        except Exception as error:
+            _answer(failed=f"{type(error).__name__}: {error}"[:300])
+            return
+        gc.collect()
+        for line in sys.stdin:
+            command, _, argument = line.strip().partition(" ")
+            _answer(**getattr(pair, command)(argument))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,75 @@
+"""What a program contains that decides which compiler settings fit it: words for tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+FEW_ROWS = 8
+# product -> the position of its first factor.
+_MATMULS: dict[object, int] = {
+    aten.mm.default: 0,
+    aten.addmm.default: 1,
+    aten.bmm.default: 0,
+    aten.baddbmm.default: 1,
+}
+_GROUPS = 8  # the argument of aten.convolution
+
+
+def _is_convolution(node: fx.Node) -> bool:
+    return "convolution" in str(node.target)
+
+
+def _is_depthwise(node: fx.Node) -> bool:
+    return node.target is aten.convolution.default and bool(node.args[_GROUPS] != 1)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    """Say whether a dense convolution is a product over channels: its kernel has one element."""
+    if node.target is not aten.convolution.default or _is_depthwise(node):
+        return False
+    kernel = node.args[1]
+    sizes = kernel.meta["val"].shape[2:] if isinstance(kernel, fx.Node) else ()
+    return all(size == 1 for size in sizes)
+
+
+def _is_matmul(node: fx.Node) -> bool:
+    return node.target in _MATMULS
+
+
+def _has_few_rows(node: fx.Node) -> bool:
+    """Say whether a product reads its second factor for a few rows only, as in decoding."""
+    if not _is_matmul(node):
+        return False
+    factor = node.args[_MATMULS[node.target]]
+    rows = factor.meta["val"].shape[-2] if isinstance(factor, fx.Node) else None
+    return isinstance(rows, int) and rows <= FEW_ROWS
+
+
+# word -> what a node is that makes a program have it.
+_ANY: dict[str, Callable[[fx.Node], bool]] = {
+    "convolution": _is_convolution,
+    "depthwise": _is_depthwise,
+    "matmul": _is_matmul,
+}
+
+
+def traits_of(graphs: Sequence[fx.GraphModule]) -> frozenset[str]:
+    """Return what of the following graphs contain.
+
+    `convolution`, `depthwise` (one in groups), `matmul`; `pointwise`: there are convolutions, and
+    at least half have kernels of one element; `few-rows`: there are products, and most have at most
+    8 rows.
+    """
+    nodes = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    found = {word for word, is_such in _ANY.items() if any(map(is_such, nodes))}
+    few, products = sum(map(_has_few_rows, nodes)), sum(map(_is_matmul, nodes))
+    pointwise, convolutions = sum(map(_is_pointwise, nodes)), sum(map(_is_convolution, nodes))
+    mostly = {
+        "few-rows": 2 * few > products,
+        "pointwise": pointwise and 2 * pointwise >= convolutions,
+    }
+    return frozenset(found | {word for word, is_so in mostly.items() if is_so})

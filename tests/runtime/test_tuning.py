@@ -1,0 +1,238 @@
+"""Tuning: candidates are measured on the device, checked against the default, and remembered."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import npu_iree
+from lowering.build import Builder
+from lowering.cache import ArtifactCache, Entry
+from lowering.program import Program
+from lowering.service import Fault
+from lowering.target import Candidate, CompileTarget
+from lowering.tuning import DEFAULT, Trial, Tuning, TuningRecord
+from npu_iree.options import Options
+from npu_iree.runner import Runner
+from npu_iree.targets import NPU_LOCAL, Target
+from npu_iree.toolchain import compiler_for
+from npu_iree.tuning import DeviceMeasure
+from programs.launch import run
+
+O3 = NPU_LOCAL.compile.flag_sets[1]
+PLAIN = NPU_LOCAL.compile.flag_sets[2]
+DEMOTE = "iree-global-opt-demote-contraction-inputs{type=bf16 operation=matmul}"
+ROUGH = (*O3, f"--iree-preprocessing-pass-pipeline=builtin.module(util.func({DEMOTE}))")
+FAILS = (*O3, "--iree-no-such-flag")
+
+
+def vendor(**candidates: tuple[str, ...]) -> Target:
+    """A target with candidates of its own; the default is compiled without flags."""
+    listed = tuple(Candidate(name=n, flags=f, is_quick=True) for n, f in candidates.items())
+    compile_ = CompileTarget(name="vendor", flag_sets=(PLAIN,), candidates=listed)
+    return replace(NPU_LOCAL, compile=compile_)
+
+
+@pytest.fixture
+def tuned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compile_function: Callable[..., Runner]
+) -> Callable[..., tuple[Runner, TuningRecord]]:
+    """Tune a function for a target; return its runner and the record that is in the cache."""
+
+    def tune(target: Target, function: Any, *args: Any) -> tuple[Runner, TuningRecord]:
+        monkeypatch.setenv("NPU_IREE_CACHE", str(tmp_path))
+        table = import_module("npu_iree.targets")  # `npu_iree.targets` is the function
+        monkeypatch.setattr(table, "targets", lambda: {target.name: target})
+        runner = compile_function(function, *args, target=target.name, tune="quick")
+        (row,) = [e.tuning for _, e in ArtifactCache(tmp_path).entries() if e.tuning is not None]
+        return runner, TuningRecord.from_json(row)
+
+    return tune
+
+
+def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x @ y)
+
+
+def by_name(record: TuningRecord) -> dict[str, Trial]:
+    return {trial.name: trial for trial in record.trials}
+
+
+def test_the_record_tells_what_was_measured_and_taken(
+    tuned: Callable[..., tuple[Runner, TuningRecord]], counts: Counter[str]
+) -> None:
+    x, y = torch.randn(64, 128), torch.randn(128, 64)
+    runner, record = tuned(vendor(o3=O3), product, x, y)
+    torch.testing.assert_close(runner(x, y)[0], product(x, y), rtol=1e-4, atol=1e-4)
+    trials = by_name(record)
+    assert list(trials) == [DEFAULT, "o3"]
+    assert (trials[DEFAULT].flags, trials["o3"].flags) == (PLAIN, O3)
+    for trial in trials.values():
+        assert trial.problem == ""
+        assert min(trial.ms, trial.default_ms, trial.ratio) > 0
+        assert trial.difference < 1e-5
+    assert trials["o3"].compile_ms > 0
+    assert record.level == "quick"
+    assert record.cost_ms > trials["o3"].compile_ms
+    (executable,) = runner.executables.values()
+    assert executable.artifact.flags == trials[record.winner].flags
+    assert counts["tuned_regions"] == 1
+
+
+def test_wrong_and_failing_candidates_are_not_taken(
+    tuned: Callable[..., tuple[Runner, TuningRecord]],
+) -> None:
+    x, y = torch.randn(128, 256), torch.randn(256, 128)
+    runner, record = tuned(vendor(rough=ROUGH, fails=FAILS), product, x, y)
+    trials = by_name(record)
+    assert "away from the default's" in trials["rough"].problem
+    assert trials["rough"].difference > 1e-4
+    assert "flags" in trials["fails"].problem
+    assert record.winner == DEFAULT
+    torch.testing.assert_close(runner(x, y)[0], product(x, y), rtol=1e-4, atol=1e-4)
+
+
+def test_a_compiler_that_crashes_costs_a_candidate_only(
+    tmp_path: Path, compile_function: Callable[..., Runner]
+) -> None:
+    (region,) = compile_function(torch.tanh, torch.randn(8)).plan.regions.values()
+    program, target, cache = Program.of(region), vendor(o3=O3).compile, ArtifactCache(tmp_path)
+    plain = replace(compiler_for(Options()).builder, target=target, cache=cache)
+    default = plain.program(program)
+    fault = Fault("flow-to-vmfb", "abort", "aten.tanh.default")
+    toolchain = replace(plain.toolchain, fault=fault)
+    tuning = Tuning(level="quick", measure=DeviceMeasure(NPU_LOCAL))
+    entry = replace(plain, toolchain=toolchain, tuning=tuning).program(program)
+    trials = by_name(TuningRecord.from_json(entry.tuning or {}))
+    assert "SIGABRT" in trials["o3"].problem
+    assert (trials[DEFAULT].problem, entry.vmfb) == ("", default.vmfb)
+
+
+def test_a_module_that_ends_the_process_costs_itself_only(
+    compile_function: Callable[..., Runner],
+) -> None:
+    """Its code reads far outside of its memory, in the process that measures."""
+
+    @torch.library.custom_op("tuning::far", mutates_args=())
+    def far(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @far.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    npu_iree.register_kernel(
+        "tuning::far",
+        """
+        func.func @far(%x: tensor<?xi64>) -> tensor<?xi64> {
+          %zero = arith.constant 0 : index
+          %away = arith.constant 1000000000000 : index
+          %n = tensor.dim %x, %zero : tensor<?xi64>
+          %empty = tensor.empty(%n) : tensor<?xi64>
+          %0 = linalg.generic {
+              indexing_maps = [affine_map<(d0) -> (d0)>], iterator_types = ["parallel"]
+            } outs(%empty : tensor<?xi64>) {
+            ^bb0(%old: i64):
+              %i = linalg.index 0 : index
+              %far = arith.addi %i, %away : index
+              %value = tensor.extract %x[%far] : tensor<?xi64>
+              linalg.yield %value : i64
+          } -> tensor<?xi64>
+          return %0 : tensor<?xi64>
+        }""",
+    )
+    x = torch.arange(64)
+    good = compile_function(lambda a: a + a, x)
+    bad = compile_function(lambda a: far(a), x)
+    (region,) = good.plan.regions.values()
+    modules = {
+        name: Entry({}, (), next(iter(runner.executables.values())).artifact.vmfb, "")
+        for name, runner in {DEFAULT: good, "bad": bad, "same": good}.items()
+    }
+    trials, _ = DeviceMeasure(NPU_LOCAL)(Program.of(region), modules, "quick")
+    assert trials["bad"].problem == "running it ends the process"
+    assert (trials["same"].problem, trials["same"].difference) == ("", 0.0)
+
+
+def test_a_candidate_that_hangs_is_given_up(compile_function: Callable[..., Runner]) -> None:
+    x = torch.randn(8)
+    runner = compile_function(torch.relu, x)
+    (region,), (executable,) = runner.plan.regions.values(), runner.executables.values()
+    entry = Entry({}, (), executable.artifact.vmfb, "")
+    measure = DeviceMeasure(NPU_LOCAL, silence_s=0.01)  # less than a process takes to start
+    trials, noise = measure(Program.of(region), {DEFAULT: entry, "other": entry}, "quick")
+    assert all("does not end within" in trial.problem for trial in trials.values())
+    assert not any(trial.wins(noise) for trial in trials.values())
+
+
+def test_results_that_tell_nothing_choose_nothing(compile_function: Callable[..., Runner]) -> None:
+    def undefined(x: torch.Tensor) -> torch.Tensor:
+        return torch.log(-torch.abs(x) - 1)
+
+    x = torch.randn(8)
+    runner = compile_function(undefined, x)
+    (region,), (executable,) = runner.plan.regions.values(), runner.executables.values()
+    entry = Entry({}, (), executable.artifact.vmfb, "")
+    modules = {DEFAULT: entry, "other": entry}
+    trials, _ = DeviceMeasure(NPU_LOCAL)(Program.of(region), modules, "quick")
+    assert all("no finite results" in trial.problem for trial in trials.values())
+
+
+def test_a_second_process_does_not_tune_again(tmp_path: Path) -> None:
+    options = '--options={"tune": "quick"}'
+    first = run("cases", "f32", options, NPU_IREE_CACHE=str(tmp_path))
+    assert first["right"]
+    assert first["counts"]["tuned_regions"] == 1
+    second = run("cases", "f32", options, NPU_IREE_CACHE=str(tmp_path))
+    assert second["right"]
+    assert second["counts"]["cache_hits"] == 1
+    assert not {"tuned_regions", "compiles"} & second["counts"].keys()
+    plain = run("cases", "f32", NPU_IREE_CACHE=str(tmp_path))
+    assert "compiles" not in plain["counts"], "the default was compiled on the way, and kept"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "worst", "problem", "wins"),
+    [(0.5, 0.6, "", True), (0.97, 0.99, "", False), (0.5, 1.1, "", False), (0.5, 0.6, "no", False)],
+)
+def test_only_more_than_noise_wins(ratio: float, worst: float, problem: str, wins: bool) -> None:
+    trial = Trial(name="x", flags=(), ratio=ratio, worst_ratio=worst, problem=problem)
+    assert trial.wins(0.05) is wins
+
+
+def test_the_fastest_candidate_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compile_function: Callable[..., Runner]
+) -> None:
+    """Whatever is measured decides, and what it cost is won back after so many calls."""
+    target = vendor(slow=O3, fast=(*O3, "--iree-opt-data-tiling"))
+
+    def measure(
+        program: Program, modules: Mapping[str, Entry], level: str
+    ) -> tuple[dict[str, Trial], float]:
+        ratios = {DEFAULT: 1.0, "slow": 1.5, "fast": 0.5}
+        return {
+            name: Trial(
+                name=name, flags=(), ms=r * 8, default_ms=8.0, ratio=r, worst_ratio=r, difference=0
+            )
+            for name, r in ratios.items()
+        }, 0.02
+
+    x = torch.randn(8)
+    (region,) = compile_function(torch.relu, x).plan.regions.values()
+    builder: Builder = compiler_for(Options()).builder
+    tuning = Tuning(level="quick", measure=measure)
+    builder = replace(builder, target=target.compile, tuning=tuning, cache=ArtifactCache(tmp_path))
+    entry = builder.program(Program.of(region))
+    record = TuningRecord.from_json(entry.tuning or {})
+    assert (record.winner, entry.flags) == ("fast", target.compile.candidates[1].flags)
+    assert record.pays_back_calls == round(record.cost_ms / 4)
+    again = builder.program(Program.of(region))
+    assert (again.vmfb, TuningRecord.from_json(again.tuning or {})) == (entry.vmfb, record)
+    assert builder.counts["tuned_regions"] == 1
