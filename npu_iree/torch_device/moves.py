@@ -18,6 +18,7 @@ from npu_iree.torch_device import account
 from npu_iree.torch_device.kernels import Bound, family
 from npu_iree.torch_device.put import put_dense
 from npu_iree.torch_device.storage import (
+    contiguous_strides,
     dense_order,
     handle_of,
     set_handle,
@@ -136,7 +137,7 @@ def _bits_and_place(tensor: torch.Tensor) -> tuple[DeviceArray, Argument]:
         start, length, nbytes = 2 * start, 2 * length, nbytes // 2
     flat = _whole_storage(tensor, nbytes)
     shape = (start, length, 0)
-    return flat, Argument(torch.uint8, shape, _contiguous(shape))
+    return flat, Argument(torch.uint8, shape, contiguous_strides(shape))
 
 
 def _gathered(tensor: torch.Tensor) -> DeviceArray:
@@ -207,7 +208,7 @@ def _run(
     Raises:
         NoKernelError: the compiler refused it, or (if not `is_ours`) the target cannot run it.
     """
-    arguments = [Argument(a.dtype, a.shape, _contiguous(a.shape)) for a in arrays]
+    arguments = [Argument(a.dtype, a.shape, contiguous_strides(a.shape)) for a in arrays]
     arguments += sizes
     kinds = tuple(min(2, size) for a in arguments for size in a.shape)
     kernels = family((*key, kinds), str(key[0]), is_ours=is_ours)
@@ -231,11 +232,3 @@ def invoke(bound: Bound, args: Sequence[Any]) -> list[DeviceArray]:
     results = bound.function(*args)
     name = bound.function.work.name
     return [account.keep(results[i], name) for i in bound.order]
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, expected = [], 1
-    for size in reversed(shape):
-        strides.append(expected)
-        expected *= size
-    return tuple(reversed(strides))

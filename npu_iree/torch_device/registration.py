@@ -13,7 +13,8 @@ from npu_iree.errors import NpuIreeError
 from npu_iree.targets import Target
 from npu_iree.torch_device import module
 from npu_iree.torch_device.autocast import register_autocast
-from npu_iree.torch_device.current import CURRENT
+from npu_iree.torch_device.backward import register_backward
+from npu_iree.torch_device.current import CURRENT, NAME
 from npu_iree.torch_device.dynamo import register_dynamo
 from npu_iree.torch_device.forms import WHOLE
 from npu_iree.torch_device.methods import register_methods
@@ -21,7 +22,6 @@ from npu_iree.torch_device.ops import EagerOp
 from npu_iree.torch_device.tensors import ON_CPU, OWN
 from npu_iree.versions import check_versions
 
-NAME = "npu"
 _UNNAMED = "privateuseone"
 _KEY = "PrivateUse1"
 _PARTS: list[torch.library.Library] = []  # registrations last as long as these
@@ -76,6 +76,7 @@ def register_device(target: Target | str = "npu-local") -> torch.device:
     _setup_privateuseone_for_python_backend(NAME, module, _Hooks(), _Guard())
     _register_ops()
     register_methods()
+    register_backward()
     register_dynamo()
     CURRENT.device = opened
     return torch.device(NAME)

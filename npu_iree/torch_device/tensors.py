@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from npu_iree.torch_device.current import different_devices, is_on_npu
 from npu_iree.torch_device.fetch import on_host
 from npu_iree.torch_device.kernels import NoKernelError
 from npu_iree.torch_device.moves import convert, order_for_writing, write
 from npu_iree.torch_device.put import put_dense
-from npu_iree.torch_device.storage import dense_order, dense_strides, grow, new_tensor, resize
+from npu_iree.torch_device.storage import contiguous_strides, dense_order, grow, new_tensor, resize
 
 aten = torch.ops.aten
 _KEYS = torch._C.DispatchKeySet
@@ -30,7 +31,7 @@ def _empty(
 ) -> Tensor:
     shape = tuple(size)
     if memory_format in (None, torch.contiguous_format, torch.preserve_format):
-        strides = dense_strides(shape, range(len(shape)))
+        strides = contiguous_strides(shape)
     else:
         strides = torch.empty(shape, memory_format=memory_format, device="meta").stride()
     return new_tensor(shape, strides, dtype or torch.get_default_dtype())
@@ -50,9 +51,9 @@ def _empty_strided(
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     """Copy between devices, dtypes and layouts; only a copy to the CPU waits."""
-    if source.device.type != "npu":
+    if not is_on_npu(source):
         _put_into(source, target)
-    elif target.device.type != "npu":
+    elif not is_on_npu(target):
         target.copy_(_host_value(source))
     else:
         _copy_within(source, target)
@@ -123,7 +124,7 @@ def _resize(
     tensor: Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None
 ) -> Tensor:
     shape = tuple(size)
-    strides = dense_strides(shape, range(len(shape)))
+    strides = contiguous_strides(shape)
     if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
         strides = torch.empty(shape, memory_format=memory_format, device="meta").stride()
     if tuple(tensor.shape) != shape or memory_format is not None:
@@ -137,10 +138,7 @@ def _item(tensor: Tensor) -> Any:
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     if one.device != other.device:
-        raise RuntimeError(
-            "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{one.device} and {other.device}! (when checking the arguments of aten.equal)"
-        )
+        raise different_devices([one.device, other.device], "aten.equal")
     return torch.equal(_host_value(one), _host_value(other))
 
 
