@@ -27,22 +27,6 @@ _KEY = "PrivateUse1"
 _PARTS: list[torch.library.Library] = []  # registrations last as long as these
 
 
-class _Hooks(torch._C._acc.PrivateUse1Hooks):
-    def is_available(self) -> bool:
-        return True
-
-    def has_primary_context(self, dev_id: int) -> bool:
-        return CURRENT.device is not None
-
-    def is_built(self) -> bool:
-        return True
-
-
-class _Guard(torch._C._acc.DeviceGuard):
-    def type_(self) -> Any:
-        return torch._C._autograd.DeviceType.PrivateUse1
-
-
 def register_device(target: Target | str = "npu-local") -> torch.device:
     """Make `torch.device("npu")` a device of PyTorch's; again and again is fine.
 
@@ -73,7 +57,7 @@ def register_device(target: Target | str = "npu-local") -> torch.device:
             f"PyTorch has room for one device from outside, and {other!r} is there already; "
             "npu_iree's cannot be registered in this process"
         )
-    _setup_privateuseone_for_python_backend(NAME, module, _Hooks(), _Guard())
+    _setup_privateuseone_for_python_backend(NAME, module)
     _register_ops()
     register_methods()
     register_backward()

@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import convert_frame
 
 import npu_iree
 from npu_iree.device import Device
@@ -156,7 +157,7 @@ def test_the_target_is_that_of_the_device() -> None:
 def test_a_compiled_graph_is_freed_by_a_reset(where: str) -> None:
     model, x = mlp().to(where), torch.randn(4, 8).to(where)
     torch.compile(model, backend="npu_iree")(x).sum().backward()
-    runners = [weakref.ref(r) for r in gc.get_objects() if isinstance(r, Runner)]
+    runners = [weakref.ref(r) for r in gc.get_objects() if type(r) is Runner]
     assert runners
     torch._dynamo.reset()
     del model, x
@@ -178,3 +179,15 @@ def test_arguments_that_overlap_otherwise_than_at_the_first_call() -> None:
         found = compiled(twin[first : first + 4], twin[second : second + 4])
         assert_same(found.cpu(), expected)
         assert_same(twin.cpu(), base)
+
+
+def test_ops_between_graphs_are_not_traced_into() -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(x)
+        return y * torch.nonzero(y).sum() + float(y.max())
+
+    x = torch.randn(4, 8)
+    before = convert_frame.FRAME_COUNTER
+    found = torch.compile(broken, backend="npu_iree")(x.to(NPU))
+    assert_same(found.cpu(), broken(x))
+    assert convert_frame.FRAME_COUNTER - before <= 4, "this function, and what is left of it"
