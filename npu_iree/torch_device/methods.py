@@ -28,6 +28,7 @@ def register_methods() -> None:
     typed.__reduce__ = _reduce_instead(typed.__reduce__)
     storage.cpu = _fetch_instead(storage.cpu)
     storage.to = _move_instead(storage.to)
+    storage.byteswap = _swap_on_cpu(storage.byteswap)
     storage.npu = _to_npu
     storage.is_npu = property(lambda self: self.device.type == NAME)
     module_class: Any = torch.nn.Module
@@ -84,6 +85,16 @@ def _fetch_instead(cpu: Callable[..., Any]) -> Callable[..., Any]:
         return flat.clone().untyped_storage()
 
     return fetched
+
+
+def _swap_on_cpu(swap: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(swap)
+    def swapped(self: torch.UntypedStorage, dtype: torch.dtype) -> None:
+        if self.device.type == NAME:
+            raise RuntimeError("bytes on npu:0 cannot be swapped in place; swap those of .cpu()")
+        swap(self, dtype)
+
+    return swapped
 
 
 def _reduce_instead(reduce: Callable[..., Any]) -> Callable[..., Any]:

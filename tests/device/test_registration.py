@@ -57,5 +57,7 @@ def test_storages_are_made_on_the_device() -> None:
     view.fill_(3)
     assert view.tolist() == [3, 3, 3]
     assert torch.UntypedStorage([1, 2, 3], device="npu:0").cpu().tolist() == [1, 2, 3]
+    with pytest.raises(RuntimeError, match="cannot be swapped in place"):
+        empty.byteswap(torch.float32)
     assert torch.UntypedStorage(5).nbytes() == 5
     assert torch.UntypedStorage(5, device="cpu").device.type == "cpu"
