@@ -53,9 +53,9 @@ def observed(
         return copy.requires_grad_(tensor.requires_grad and backward)
 
     torch.manual_seed(1)
-    calls: Calls = pytree.tree_map_only(
-        torch.Tensor, copied, [(s.input, s.args, s.kwargs) for s in samples]
-    )
+    copy_all = functools.partial(pytree.tree_map_only, torch.Tensor, copied)
+    copy_others = (lambda tree: tree) if case.name in INDICES_ON_CPU else copy_all
+    calls = [(copy_all(s.input), *copy_others((s.args, s.kwargs))) for s in samples]
     with torch.set_grad_enabled(backward):
         outputs = function(calls)
     if compared := COMPARED_BY.get(case.name):
@@ -101,6 +101,8 @@ def _product(_x: Any, _args: Any, _kwargs: Any, output: Any) -> Any:
     return s, (u * s.unsqueeze(-2)) @ v.mH
 
 
+# Entries whose indices PyTorch wants on the CPU, whatever the device.
+INDICES_ON_CPU = frozenset({"tensor_split"})
 # Entries of which PyTorch's documentation leaves a part open -> what of them is compared.
 COMPARED_BY: dict[str, Callable[..., Any]] = {
     "argsort": functools.partial(_pointed_at, 0),

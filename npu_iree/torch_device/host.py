@@ -36,7 +36,7 @@ def run_on_host(
         UnsupportedOpError: the host is forbidden.
     """
     if reason:
-        _tell(op, reason)
+        tell(op, reason)
     read = _given(op, args, kwargs, lambda argument: not argument.is_out)
     outs = _given(op, args, kwargs, lambda argument: argument.is_out)
     written = _given(op, args, kwargs, _is_written)
@@ -76,7 +76,7 @@ def _write_back(tensor: torch.Tensor, copy: torch.Tensor) -> None:
     write(tensor, put_dense(stored, "a result of the host", is_ours=True), order)
 
 
-def _tell(op: torch._ops.OpOverload, reason: str) -> None:
+def tell(op: torch._ops.OpOverload, reason: str) -> None:
     """Say once an op that it runs on the host, or raise where that is forbidden."""
     name = str(op)
     counters["npu_iree"][f"host {name}"] += 1

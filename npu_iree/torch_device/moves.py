@@ -95,7 +95,7 @@ def convert(tensor: torch.Tensor, dtype: torch.dtype, order: tuple[int, ...]) ->
         return array
     flat = shaped(array, (tensor.numel(),), tensor.dtype)
     key = ("convert", tensor.dtype, dtype)
-    (result,) = _run(key, lambda tensors: [tensors[0].to(dtype)], [flat], is_ours=False)
+    (result,) = run_ours(key, lambda tensors: [tensors[0].to(dtype)], [flat], is_ours=False)
     return shaped(result, array.shape, dtype)
 
 
@@ -109,7 +109,7 @@ def _range(tensor: torch.Tensor) -> DeviceArray:
         start, length, _ = tensors[1].shape
         return [tensors[0].narrow(0, start, length).clone()]
 
-    (result,) = _run(("range", flat.dtype), read_range, [flat], [place])
+    (result,) = run_ours(("read range", flat.dtype), read_range, [flat], [place])
     return result
 
 
@@ -122,7 +122,7 @@ def _with_range(tensor: torch.Tensor, array: DeviceArray) -> DeviceArray:
         return [aten.slice_scatter(tensors[0], tensors[1], 0, start, start + length)]
 
     values = shaped(array, (place.shape[1],), flat.dtype)
-    (result,) = _run(("write range", flat.dtype), write_range, [flat, values], [place])
+    (result,) = run_ours(("write range", flat.dtype), write_range, [flat, values], [place])
     return result
 
 
@@ -145,7 +145,9 @@ def _gathered(tensor: torch.Tensor) -> DeviceArray:
     flat, index = _bits_and_index(tensor)
     if tensor.numel() == 0:
         return shaped(flat, shape, tensor.dtype)
-    (result,) = _run(("gather", flat.dtype), lambda t: [t[0].index_select(0, t[1])], [flat, index])
+    (result,) = run_ours(
+        ("gather", flat.dtype), lambda t: [t[0].index_select(0, t[1])], [flat, index]
+    )
     return shaped(result, shape, tensor.dtype)
 
 
@@ -154,7 +156,7 @@ def _scatter(tensor: torch.Tensor, array: DeviceArray) -> None:
         return
     flat, index = _bits_and_index(tensor)
     values = shaped(array, index.shape, flat.dtype)
-    (result,) = _run(
+    (result,) = run_ours(
         ("scatter", flat.dtype),
         lambda t: [aten.index_put(t[0], [t[1]], t[2])],
         [flat, index, values],
@@ -195,7 +197,7 @@ def _index(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Dev
     return index
 
 
-def _run(
+def run_ours(
     key: tuple[object, ...],
     function: Function,
     arrays: Sequence[DeviceArray],

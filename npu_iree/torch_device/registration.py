@@ -19,7 +19,7 @@ from npu_iree.torch_device.dynamo import register_dynamo
 from npu_iree.torch_device.forms import WHOLE
 from npu_iree.torch_device.methods import register_methods
 from npu_iree.torch_device.ops import EagerOp
-from npu_iree.torch_device.tensors import ON_CPU, OWN
+from npu_iree.torch_device.tensors import DIFFERENTIABLE, ON_CPU, OWN
 from npu_iree.versions import check_versions
 
 _UNNAMED = "privateuseone"
@@ -87,6 +87,8 @@ def _register_ops() -> None:
     others.fallback(fallback, _KEY)
     for lazy in ("Conjugate", "Negative"):  # else PyTorch resolves them by a copy, and so for ever
         aten.impl("_copy_from", torch.library.fallthrough_kernel, lazy)
+    for name, function in DIFFERENTIABLE.items():
+        aten.impl(name, function, f"Autograd{_KEY}")
     for name, function in ON_CPU.items():
         cpu.impl(name, function, "CPU")
     _PARTS.extend((aten, others, cpu, *register_autocast()))

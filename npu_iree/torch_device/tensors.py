@@ -9,9 +9,11 @@ import torch
 
 from npu_iree.torch_device.current import different_devices, is_on_npu
 from npu_iree.torch_device.fetch import on_host
+from npu_iree.torch_device.host import tell
 from npu_iree.torch_device.kernels import NoKernelError
 from npu_iree.torch_device.moves import convert, order_for_writing, write
 from npu_iree.torch_device.put import put_dense
+from npu_iree.torch_device.ranges import arange_out
 from npu_iree.torch_device.storage import contiguous_strides, dense_order, grow, new_tensor, resize
 
 aten = torch.ops.aten
@@ -225,6 +227,17 @@ def _draw(op: Any) -> Callable[..., Any]:
     return draw
 
 
+def _sparse(op: Any) -> Callable[..., Any]:
+    """Make a sparse tensor on the CPU; its gradient comes back as one of the dense tensor."""
+
+    def sparse(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        tell(op, "the device has no sparse tensors: it becomes one of the CPU")
+        made: Tensor = op(tensor.cpu(), *args, **kwargs)
+        return made
+
+    return sparse
+
+
 def _choose_attention(*args: Any, **kwargs: Any) -> int:
     return 0  # the one that is made of other ops
 
@@ -233,6 +246,7 @@ OWN: dict[str, Callable[..., Any]] = {
     "empty.memory_format": _empty,
     "empty_strided": _empty_strided,
     "resize_": _resize,
+    "arange.start_out": arange_out,
     "_to_copy": _to_copy,
     "_copy_from": _copy_from,
     "_copy_from_and_resize": _copy_from_and_resize,
@@ -274,6 +288,12 @@ def _pin_memory(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 def _is_pinned(tensor: Tensor, device: torch.device | None = None) -> bool:
     return False
 
+
+# Made of differentiable ops: they stand before autograd, not behind it.
+DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
+    "to_sparse": _sparse(aten.to_sparse.default),
+    "to_sparse.sparse_dim": _sparse(aten.to_sparse.sparse_dim),
+}
 
 # PyTorch asks the accelerator of the process for these, in C++.
 ON_CPU: dict[str, Callable[..., Any]] = {"_pin_memory": _pin_memory, "is_pinned": _is_pinned}
