@@ -16,6 +16,8 @@ from npu_iree.timeline import Timepoint, observed
 class Span:
     """One piece of work; times are those of `time.perf_counter`, in seconds.
 
+    Start and end are when a thread of the host noticed them, which is a moment later.
+
     Attributes:
         name: of the work, e.g. `put a CPU tensor`, `region0`, `aten.mm.default`, `get`.
         submitted_s: when it was handed to the device.
