@@ -53,9 +53,11 @@ def observed(
         return copy.requires_grad_(tensor.requires_grad and backward)
 
     torch.manual_seed(1)
-    copy_all = functools.partial(pytree.tree_map_only, torch.Tensor, copied)
-    copy_others = (lambda tree: tree) if case.name in INDICES_ON_CPU else copy_all
-    calls = [(copy_all(s.input), *copy_others((s.args, s.kwargs))) for s in samples]
+    others: list[Any] = [(s.args, s.kwargs) for s in samples]
+    if case.name not in INDICES_ON_CPU:
+        others = pytree.tree_map_only(torch.Tensor, copied, others)
+    inputs = pytree.tree_map_only(torch.Tensor, copied, [s.input for s in samples])
+    calls: Calls = [(value, *other) for value, other in zip(inputs, others, strict=True)]
     with torch.set_grad_enabled(backward):
         outputs = function(calls)
     if compared := COMPARED_BY.get(case.name):
