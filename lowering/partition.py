@@ -29,6 +29,8 @@ from lowering.nodes import (
 from lowering.segments import DEVICE, Segment, grow_segments, named, with_own_sizes
 from lowering.source import user_line
 
+DRAWS_RANDOM_NUMBERS = "draws from PyTorch's random generator, whose state is on the host"
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -152,8 +154,7 @@ def _why_host(
     if matches(name, disabled):
         return _host_op(node, "disabled", "sent to the host by the option disabled_ops")
     if draws_random_numbers(node):
-        reason = "draws from PyTorch's random generator, whose state is on the host"
-        return _host_op(node, "state", reason)
+        return _host_op(node, "state", DRAWS_RANDOM_NUMBERS)
     if not isinstance(node.target, torch._ops.OpOverload):
         return _host_op(node, "unsupported", "no ATen op, so only PyTorch itself can run it")
     if makes_sizes(node):

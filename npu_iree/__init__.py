@@ -36,6 +36,7 @@ _PUBLIC = {
     "load": "npu_iree.offline.load",
     "open_device": "npu_iree.device",
     "ready": "npu_iree.waiting",
+    "record_timeline": "npu_iree.recording",
     "record_transfers": "npu_iree.transfers",
     "register_kernel": "npu_iree.kernels",
     "register_device": "npu_iree.torch_device.registration",

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from npu_iree.frozen import is_lazy_copy, storage_address
+from npu_iree.torch_device.current import NAME, is_on_npu
 
 # For each argument that overlaps another: its position, the first position in that memory, and
 # where in the memory it begins (None where the graph takes that for a variable).
@@ -45,7 +46,7 @@ class Aliases:
     def are_as_compiled(self, args: Sequence[Any]) -> bool:
         """Say whether the arguments of a call overlap as the graph takes for granted."""
         tensors = self._tensors(args)
-        memories = [storage_address(t) for t in tensors]
+        memories = [_place(t) for t in tensors]
         if not self._expected and len(set(memories)) == len(memories):
             return True
         return self._aliasing(tensors, list(map(_memory, tensors))) == self._expected
@@ -71,10 +72,18 @@ class Aliases:
         return found
 
 
+def _place(tensor: torch.Tensor) -> int:
+    """Name the memory that a tensor reads: where it begins, or the storage that has the handle."""
+    return _storage(tensor) if is_on_npu(tensor) else storage_address(tensor)
+
+
 def _memory(tensor: torch.Tensor) -> int:
     """Name the memory that a tensor writes to: a lazy copy is moved to its own first."""
-    lazy = is_lazy_copy(tensor)
-    return int(tensor.untyped_storage()._cdata) if lazy else storage_address(tensor)
+    return _storage(tensor) if is_lazy_copy(tensor) else _place(tensor)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _has_memory(value: object) -> bool:
@@ -83,5 +92,5 @@ def _has_memory(value: object) -> bool:
         and not isinstance(value, FakeTensor)
         and not is_traceable_wrapper_subclass(value)
         and value.layout is torch.strided
-        and value.device.type == "cpu"
+        and value.device.type in ("cpu", NAME)
     )

@@ -31,6 +31,7 @@ from npu_iree.report import CompileReport, tell
 from npu_iree.runner import Runner
 from npu_iree.toolchain import compiler_for
 from npu_iree.torch_device import graphs
+from npu_iree.torch_device.current import is_on_npu
 from npu_iree.versions import check_versions
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ def npu_iree(
         ArtifactError: the bundle is damaged, or is not for this target or CPU.
         NotCompiledError: `compile="never"`, and neither the bundle nor the cache has the graph.
     """
-    on_npu = any(map(graphs.is_on_npu, example_inputs))
+    on_npu = any(map(is_on_npu, example_inputs))
     parsed = graphs.options_on_npu(options) if on_npu else Options.parse(options)
     if mode is not None:
         raise OptionError(f"mode={mode!r} belongs to Inductor; npu_iree takes options={{...}}")
@@ -83,7 +84,7 @@ def npu_iree(
             raise
         log.warning("a graph runs in eager, since it writes to an expanded tensor: %s", error)
         return graph_module
-    return compiled if on_npu else _guarded(compiled, graph_module, example_inputs, parsed)
+    return _guarded(compiled, graph_module, example_inputs, parsed)
 
 
 def _guarded(

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -37,6 +37,8 @@ class Device:
         target: what it is.
         hal: the HAL device.
         memory: its border; `memory.count` is what the device itself has seen cross.
+        order: gives the points in time after which new work of the calling thread starts; None if
+            nobody has asked for such an order.
     """
 
     def __init__(self, target: Target) -> None:
@@ -55,6 +57,7 @@ class Device:
         self._lock = threading.Lock()
         self._held: tuple[Gate, ...] = ()
         self._is_of_parent = False
+        self.order: Callable[[], Sequence[Timepoint]] | None = None
 
     @property
     def crossing_mode(self) -> Literal["staged", "aliased"]:
@@ -118,6 +121,9 @@ class Device:
             self._refuse()
         views, points = self.memory.fetch([a._view for a in arrays], [a.ready for a in arrays])
         wait_all(points, timeout_s)
+        for point in self.order() if self.order is not None else ():
+            with contextlib.suppress(DeviceError):
+                point.wait(timeout_s)
         return [self._as_tensor(v, a.dtype) for v, a in zip(views, arrays, strict=True)]
 
     def _as_tensor(self, view: object, dtype: torch.dtype) -> torch.Tensor:
@@ -182,11 +188,12 @@ class Device:
             gate.open()
 
     def start_point(self, after: Timepoint | None = None) -> Timepoint:
-        """Return the point from which new work may start: now, unless a gate is held shut."""
+        """Return the point from which new work may start: now, unless it is held or ordered."""
         if self._is_of_parent:
             self._refuse()
         points = [g.point for g in self._held]
         points += [after] if after is not None else []
+        points += self.order() if self.order is not None else ()
         return NOW if not points else points[0] if len(points) == 1 else _all_of(points)
 
     def leave_to_parent(self) -> None:

@@ -14,7 +14,7 @@ from lowering.dtypes import DTYPES
 from lowering.signature import TensorSpec
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device
-from npu_iree.timeline import Timepoint, Work, joined, new_fence
+from npu_iree.timeline import Timepoint, Work, joined, new_fence, submitted
 
 _INSTANCE = hal.VmInstance()
 
@@ -77,7 +77,8 @@ class Executable:
         inputs.push_ref(signal)
         with self._lock:
             self._context.invoke(function, inputs, hal.VmVariantList(0))
-        point = Timepoint(signal, Work(f"bind {name} of {self.artifact.name}"), ahead)
+        work = Work(f"bind {name} of {self.artifact.name}")
+        point = submitted(Timepoint(signal, work, ahead))
         self._bound = [point]
 
 
@@ -124,7 +125,7 @@ class Function:
                 inputs.push_float(arg)
             else:
                 inputs.push_int(arg)
-        if device._held or device._is_of_parent:
+        if device._held or device._is_of_parent or device.order is not None:
             points.append(device.start_point())
         fence, ahead = joined(points)
         signal = new_fence(device.hal)
@@ -138,7 +139,7 @@ class Function:
             for point in points:  # what has failed already fails this, and tells better why
                 point.is_reached()
             raise
-        ready = Timepoint(signal, self.work, ahead)
+        ready = submitted(Timepoint(signal, self.work, ahead))
         arrays, nbytes = [], 0
         for i, (dtype, shape) in enumerate(self._outputs):
             view = results.get_as_object(i, hal.HalBufferView)

@@ -10,7 +10,7 @@ import torch
 from iree.runtime import _binding as hal
 
 from npu_iree.frozen import bytes_at
-from npu_iree.timeline import Timepoint, Work, joined, new_fence
+from npu_iree.timeline import Timepoint, Work, joined, new_fence, submitted
 
 _DEVICE_LOCAL = int(hal.MemoryType.DEVICE_LOCAL)
 _STAGING = int(hal.MemoryType.HOST_LOCAL | hal.MemoryType.DEVICE_VISIBLE)
@@ -113,7 +113,7 @@ class DiscreteMemory:
         fence, ahead = joined([after])
         signal = new_fence(self._device)
         self._device.queue_copy(staging, buffer, fence, signal)
-        return view, Timepoint(signal, Work(f"put {name}"), ahead)
+        return view, submitted(Timepoint(signal, Work(f"put {name}"), ahead))
 
     def fetch(
         self, views: Sequence[Any], ready: Sequence[Timepoint]
@@ -133,7 +133,7 @@ class DiscreteMemory:
         signal = new_fence(self._device)
         self._device.queue_copy(view.get_buffer(), staging, fence, signal)
         host_view = hal.HalBufferView(staging, view.shape, int(view.element_type))
-        return host_view, Timepoint(signal, Work("get"), ahead)
+        return host_view, submitted(Timepoint(signal, Work("get"), ahead))
 
     def parameter(self, tensor: torch.Tensor) -> Any:
         """Return a copy: IREE's loader takes it over from there."""

@@ -6,7 +6,8 @@ each piece of work gets its own (0.2 us).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,6 +110,27 @@ class Timepoint:
 
 NOW = Timepoint(NO_WAIT, Work("the start"))
 NOW._reached = True
+
+
+Observer = Callable[[Timepoint], None]
+_OBSERVERS: list[Observer] = []
+
+
+@contextlib.contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Tell an observer of each piece of work that is submitted in the block, in any thread."""
+    _OBSERVERS.append(observer)
+    try:
+        yield
+    finally:
+        _OBSERVERS.remove(observer)
+
+
+def submitted(point: Timepoint) -> Timepoint:
+    """Announce the end of a piece of work that has just been submitted; returns it."""
+    for observer in _OBSERVERS:
+        observer(point)
+    return point
 
 
 def new_fence(device: Any) -> Any:

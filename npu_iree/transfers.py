@@ -8,8 +8,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
 from npu_iree.errors import HostCopyError
 
 
@@ -95,30 +93,9 @@ _LEDGERS: ContextVar[tuple[Ledger, ...]] = ContextVar("ledgers", default=())
 _BUDGETS: ContextVar[tuple[_Budget, ...]] = ContextVar("budgets", default=())
 
 
-_Watchers = tuple[tuple[Ledger, ...], tuple[_Budget, ...]]
-_NOBODY: _Watchers = ((), ())
-_STASH = "npu_iree.transfers"
-
-
-def _watchers() -> _Watchers:
-    """Return who watches here.
-
-    Autograd runs the backward of a device in a thread of its own, which has no context variables of
-    the thread that asked for it, but its thread-local state of PyTorch's.
-    """
-    found = _LEDGERS.get(), _BUDGETS.get()
-    if found == _NOBODY and torch._C._current_graph_task_id() != -1:  # in a backward
-        return torch._C._get_obj_in_tls(_STASH) if torch._C._is_key_in_tls(_STASH) else _NOBODY
-    return found
-
-
-def _stash() -> None:
-    torch._C._stash_obj_in_tls(_STASH, (_LEDGERS.get(), _BUDGETS.get()))
-
-
 def is_watched() -> bool:
     """Say whether anybody records or limits transfers here; if not, entries need not be made."""
-    return _watchers() != _NOBODY
+    return bool(_LEDGERS.get() or _BUDGETS.get())
 
 
 def record(transfer: Transfer) -> None:
@@ -127,10 +104,9 @@ def record(transfer: Transfer) -> None:
     Raises:
         HostCopyError: a budget forbids it; it must not happen then.
     """
-    ledgers, budgets = _watchers()
-    for budget in budgets:
+    for budget in _BUDGETS.get():
         budget.charge(transfer)
-    for ledger in ledgers:
+    for ledger in _LEDGERS.get():
         ledger.entries.append(transfer)
 
 
@@ -148,12 +124,10 @@ def record_transfers(ledger: Ledger | None = None) -> Iterator[Ledger]:
     """
     ledger = Ledger() if ledger is None else ledger
     token = _LEDGERS.set((*_LEDGERS.get(), ledger))
-    _stash()
     try:
         yield ledger
     finally:
         _LEDGERS.reset(token)
-        _stash()
 
 
 @contextmanager
@@ -173,9 +147,7 @@ def copy_budget(
     limits = {"h2d": h2d, "d2h": d2h, "wait": waits}
     budget = _Budget({kind: limit for kind, limit in limits.items() if limit is not None})
     token = _BUDGETS.set((*_BUDGETS.get(), budget))
-    _stash()
     try:
         yield
     finally:
         _BUDGETS.reset(token)
-        _stash()

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from iree.runtime import _binding as hal
 from torch.utils import _pytree as pytree
 
@@ -15,6 +14,7 @@ from npu_iree.array import DeviceArray
 from npu_iree.device import Device
 from npu_iree.errors import DeviceTimeoutError
 from npu_iree.timeline import after_all
+from npu_iree.torch_device.current import is_on_npu
 from npu_iree.transfers import Transfer, is_watched, record
 
 
@@ -109,7 +109,7 @@ def _arrays(tree: Any) -> list[DeviceArray]:
     for leaf in pytree.tree_leaves(tree):
         if isinstance(leaf, DeviceArray):
             found.append(leaf)
-        elif isinstance(leaf, torch.Tensor) and leaf.device.type == "npu":
+        elif is_on_npu(leaf):
             handle = getattr(leaf.untyped_storage(), "npu_handle", None)
             found += [handle] if handle is not None else []
     return found

@@ -53,9 +53,11 @@ def observed(
         return copy.requires_grad_(tensor.requires_grad and backward)
 
     torch.manual_seed(1)
-    calls: Calls = pytree.tree_map_only(
-        torch.Tensor, copied, [(s.input, s.args, s.kwargs) for s in samples]
-    )
+    others: list[Any] = [(s.args, s.kwargs) for s in samples]
+    if case.name not in INDICES_ON_CPU:
+        others = pytree.tree_map_only(torch.Tensor, copied, others)
+    inputs = pytree.tree_map_only(torch.Tensor, copied, [s.input for s in samples])
+    calls: Calls = [(value, *other) for value, other in zip(inputs, others, strict=True)]
     with torch.set_grad_enabled(backward):
         outputs = function(calls)
     if compared := COMPARED_BY.get(case.name):
@@ -101,6 +103,8 @@ def _product(_x: Any, _args: Any, _kwargs: Any, output: Any) -> Any:
     return s, (u * s.unsqueeze(-2)) @ v.mH
 
 
+# Entries whose indices PyTorch wants on the CPU, whatever the device.
+INDICES_ON_CPU = frozenset({"tensor_split"})
 # Entries of which PyTorch's documentation leaves a part open -> what of them is compared.
 COMPARED_BY: dict[str, Callable[..., Any]] = {
     "argsort": functools.partial(_pointed_at, 0),

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from npu_iree.torch_device.current import NAME, is_on_npu
+
 _KEY = "AutocastPrivateUse1"
-_NAME = "npu"
 _KEYS = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _KEY))
 
 # As on PyTorch's other devices: products in the lower precision,
@@ -97,11 +98,11 @@ def _cast(name: str, *, is_lower: bool) -> Callable[..., Any]:
     op = getattr(getattr(torch.ops.aten, packet), overload or "default")
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        dtype = torch.get_autocast_dtype(_NAME) if is_lower else torch.float32
+        dtype = torch.get_autocast_dtype(NAME) if is_lower else torch.float32
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             is_float = tensor.dtype.is_floating_point and tensor.dtype is not torch.float64
-            return tensor.to(dtype) if is_float and tensor.device.type == _NAME else tensor
+            return tensor.to(dtype) if is_float and is_on_npu(tensor) else tensor
 
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):
             args, kwargs = pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))

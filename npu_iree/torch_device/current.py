@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from npu_iree.device import Device
 from npu_iree.errors import NpuIreeError
 
+NAME = "npu"
 Fallback = Literal["host", "error"]
 
 # Frames of these are not the user's.
@@ -39,6 +41,19 @@ class Current:
 
 
 CURRENT = Current()
+
+
+def is_on_npu(value: Any) -> bool:
+    """Say whether a value is a tensor on "npu", real or fake."""
+    return isinstance(value, torch.Tensor) and value.device.type == NAME
+
+
+def different_devices(devices: Sequence[torch.device], op: object) -> RuntimeError:
+    """Return what PyTorch raises for tensors of several devices."""
+    return RuntimeError(
+        "Expected all tensors to be on the same device, but found at least two devices, "
+        f"{devices[0]} and {devices[1]}! (when checking the arguments of {op})"
+    )
 
 
 def device() -> Device:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._dynamo import trace_rules
 from torch._dynamo.device_interface import DeviceInterface, register_interface_for_device
 
 from npu_iree.torch_device import module
+
+_OURS: Any = ("npu_iree", "lowering")
 
 
 class NpuInterface(DeviceInterface):
@@ -69,6 +72,12 @@ class NpuInterface(DeviceInterface):
 
 
 def register_dynamo() -> None:
-    """Let Dynamo know the device."""
+    """Let Dynamo know the device, and leave alone the Python code that runs its ops.
+
+    PyTorch calls that code wherever an op is called: between the graphs of a compiled function,
+    too, where Dynamo looks at each function that is called.
+    """
+    for package in _OURS:
+        trace_rules.add(package)
     for name in ("npu", "npu:0"):
         register_interface_for_device(name, NpuInterface)

@@ -52,7 +52,9 @@ def _addcdiv(x: Tensor, one: Tensor, other: Tensor, *, value: Any = None) -> Any
     return x + (one / other if value is None else value * one / other)
 
 
-def _fill(x: Tensor, value: Tensor) -> Any:
+def _fill(x: Tensor, value: Any) -> Any:
+    if not isinstance(value, Tensor):  # True, or a complex number
+        return torch.full(x.shape, value, dtype=x.dtype)
     return value.to(x.dtype).expand(x.shape).clone()
 
 

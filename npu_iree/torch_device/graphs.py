@@ -21,19 +21,13 @@ from npu_iree.array import DeviceArray
 from npu_iree.errors import OptionError
 from npu_iree.options import Options
 from npu_iree.torch_device import account
-from npu_iree.torch_device.current import device
+from npu_iree.torch_device.current import NAME, device, is_on_npu
 from npu_iree.torch_device.moves import read_in_order
 from npu_iree.torch_device.put import to_device
 from npu_iree.torch_device.storage import dense_strides, new_tensor
 
 aten = torch.ops.aten
 _CPU = torch.device("cpu")
-_NAME = "npu"
-
-
-def is_on_npu(value: Any) -> bool:
-    """Say whether a value is a tensor on "npu", real or fake."""
-    return isinstance(value, torch.Tensor) and value.device.type == _NAME
 
 
 def options_on_npu(options: Mapping[str, Any] | None) -> Options:
@@ -83,7 +77,7 @@ def make_device_free(graph_module: fx.GraphModule) -> None:
 
 
 def _off_npu(value: Any) -> Any:
-    return _CPU if isinstance(value, torch.device) and value.type == _NAME else value
+    return _CPU if isinstance(value, torch.device) and value.type == NAME else value
 
 
 @dataclass(frozen=True)

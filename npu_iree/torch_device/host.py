@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
 from lowering.errors import HostOp, UnsupportedOpError
-from npu_iree.torch_device.current import CURRENT, device, user_line
+from npu_iree.torch_device.current import CURRENT, device, is_on_npu, user_line
 from npu_iree.torch_device.fetch import on_host
 from npu_iree.torch_device.moves import order_for_writing, write
 from npu_iree.torch_device.put import put_dense, to_device
@@ -36,17 +36,17 @@ def run_on_host(
         UnsupportedOpError: the host is forbidden.
     """
     if reason:
-        _tell(op, reason)
+        tell(op, reason)
     read = _given(op, args, kwargs, lambda argument: not argument.is_out)
     outs = _given(op, args, kwargs, lambda argument: argument.is_out)
     written = _given(op, args, kwargs, _is_written)
     written |= {key: out for key, out in outs.items() if key in read}  # add(x, 1, out=x)
     outs = {key: out for key, out in outs.items() if key not in read}
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    npu = [i for i, leaf in enumerate(leaves) if _is_npu(leaf)]
+    npu = [i for i, leaf in enumerate(leaves) if is_on_npu(leaf)]
     inputs = [leaves[i] for i in npu if id(leaves[i]) not in outs]
     host = dict(zip(map(id, inputs), _copies(op, inputs, written), strict=True))
-    host |= {key: _blank(out) for key, out in outs.items() if _is_npu(out)}
+    host |= {key: _blank(out) for key, out in outs.items() if is_on_npu(out)}
     given = {id(host[id(leaves[i])]): leaves[i] for i in npu}
     before = {key: (copy.shape, copy.stride()) for key, copy in host.items()}
     for i in npu:
@@ -55,7 +55,7 @@ def run_on_host(
     host_args, host_kwargs = pytree.tree_unflatten(leaves, spec)
     result = op(*host_args, **host_kwargs)
     for tensor in (*outs.values(), *written.values()):
-        if _is_npu(tensor):
+        if is_on_npu(tensor):
             copy = host[id(tensor)]
             if (copy.shape, copy.stride()) != before[id(tensor)]:
                 resize(tensor, tuple(copy.shape), copy.stride())
@@ -76,7 +76,7 @@ def _write_back(tensor: torch.Tensor, copy: torch.Tensor) -> None:
     write(tensor, put_dense(stored, "a result of the host", is_ours=True), order)
 
 
-def _tell(op: torch._ops.OpOverload, reason: str) -> None:
+def tell(op: torch._ops.OpOverload, reason: str) -> None:
     """Say once an op that it runs on the host, or raise where that is forbidden."""
     name = str(op)
     counters["npu_iree"][f"host {name}"] += 1
@@ -150,7 +150,3 @@ def _put(tensor: torch.Tensor, op: torch._ops.OpOverload) -> torch.Tensor:
     if tensor.layout is not torch.strided:
         return tensor
     return to_device(tensor, str(op))
-
-
-def _is_npu(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.device.type == "npu"

@@ -13,23 +13,24 @@ from typing import Any
 import torch
 
 from npu_iree.torch_device import module
+from npu_iree.torch_device.current import NAME, is_on_npu
 from npu_iree.torch_device.fetch import on_host
 from npu_iree.torch_device.storage import new_tensor, resize
-
-_NAME = "npu"
 
 
 def register_methods() -> None:
     """Teach the classes; once a process."""
     storage: Any = torch.UntypedStorage
+    storage.__new__ = staticmethod(_make_instead(storage.__new__))
     storage.clone = _clone_instead(storage.clone)
     storage.data_ptr = _name_instead(storage.data_ptr)
     typed: Any = torch.TypedStorage
     typed.__reduce__ = _reduce_instead(typed.__reduce__)
     storage.cpu = _fetch_instead(storage.cpu)
     storage.to = _move_instead(storage.to)
+    storage.byteswap = _swap_on_cpu(storage.byteswap)
     storage.npu = _to_npu
-    storage.is_npu = property(lambda self: self.device.type == _NAME)
+    storage.is_npu = property(lambda self: self.device.type == NAME)
     module_class: Any = torch.nn.Module
     module_class._apply = _keep_parameters(module_class._apply)
     tensor: Any = torch.Tensor
@@ -42,10 +43,23 @@ def register_methods() -> None:
     torch._tensor_str._tensor_str = _print_on_cpu(torch._tensor_str._tensor_str)
 
 
+def _make_instead(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def made(cls: type, *args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is None or torch.device(device).type != NAME:
+            return make(cls, *args, **kwargs)
+        if args and isinstance(args[0], int):
+            return new_tensor((args[0],), (1,), torch.uint8).untyped_storage()
+        return _to_npu(make(torch.UntypedStorage, *args))
+
+    return made
+
+
 def _clone_instead(clone: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(clone)
     def cloned(self: torch.UntypedStorage) -> Any:
-        if self.device.type != _NAME:
+        if self.device.type != NAME:
             return clone(self)
         handle = getattr(self, "npu_handle", None)  # its bytes never change: both may hold it
         return new_tensor((self.nbytes(),), (1,), torch.uint8, handle).untyped_storage()
@@ -57,7 +71,7 @@ def _name_instead(data_ptr: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(data_ptr)
     def address(self: torch.UntypedStorage) -> int:
         """Tell storages apart, as their addresses do: no host address leads to their bytes."""
-        return self._cdata if self.device.type == _NAME else data_ptr(self)
+        return self._cdata if self.device.type == NAME else data_ptr(self)
 
     return address
 
@@ -65,7 +79,7 @@ def _name_instead(data_ptr: Callable[..., int]) -> Callable[..., int]:
 def _fetch_instead(cpu: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(cpu)
     def fetched(self: torch.UntypedStorage) -> Any:
-        if self.device.type != _NAME:
+        if self.device.type != NAME:
             return cpu(self)
         (flat,) = on_host([_flat(self)], "a storage on the CPU")
         return flat.clone().untyped_storage()
@@ -73,10 +87,20 @@ def _fetch_instead(cpu: Callable[..., Any]) -> Callable[..., Any]:
     return fetched
 
 
+def _swap_on_cpu(swap: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(swap)
+    def swapped(self: torch.UntypedStorage, dtype: torch.dtype) -> None:
+        if self.device.type == NAME:
+            raise RuntimeError("bytes on npu:0 cannot be swapped in place; swap those of .cpu()")
+        swap(self, dtype)
+
+    return swapped
+
+
 def _reduce_instead(reduce: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(reduce)
     def reduced(self: Any) -> Any:
-        if self._untyped_storage.device.type != _NAME:
+        if self._untyped_storage.device.type != NAME:
             return reduce(self)
         return _typed_on_npu, (_typed(self._untyped_storage.cpu(), self.dtype),)
 
@@ -97,9 +121,9 @@ def _move_instead(to: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(to)
     def moved(self: Any, *, device: Any, non_blocking: bool = False) -> Any:
         kind = torch.device(device).type
-        if self.device.type != _NAME and kind != _NAME:
+        if self.device.type != NAME and kind != NAME:
             return to(self, device=device, non_blocking=non_blocking)
-        return _to_npu(self) if kind == _NAME else self.cpu().to(device=device)
+        return _to_npu(self) if kind == NAME else self.cpu().to(device=device)
 
     return moved
 
@@ -115,10 +139,10 @@ def _to_npu(
     self: torch.UntypedStorage, device: Any = None, non_blocking: bool = False
 ) -> torch.UntypedStorage:
     """Copy a storage to "npu"; what `torch.load` calls."""
-    if self.device.type == _NAME:
+    if self.device.type == NAME:
         return self
     flat = torch.empty(0, dtype=torch.uint8).set_(self, 0, (self.nbytes(),), (1,))
-    return flat.to(_NAME).untyped_storage()
+    return flat.to(NAME).untyped_storage()
 
 
 def _keep_parameters(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,7 +159,7 @@ def _keep_parameters(apply: Callable[..., Any]) -> Callable[..., Any]:
         if first is None or future.get_swap_module_params_on_conversion():
             return apply(self, fn, recurse)
         result = fn(torch.empty(0, dtype=first.dtype, device=first.device))
-        if first.device.type == result.device.type or _NAME not in (
+        if first.device.type == result.device.type or NAME not in (
             first.device.type,
             result.device.type,
         ):
@@ -154,7 +178,7 @@ def _from_cpu(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def of_copy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.device.type == _NAME:
+        if is_on_npu(self):
             self = self.cpu()
         return method(self, *args, **kwargs)
 
@@ -164,8 +188,8 @@ def _from_cpu(method: Callable[..., Any]) -> Callable[..., Any]:
 def _cpu_instead(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def device(self: torch.Tensor) -> Any:
-        is_npu = self.device.type == _NAME
-        return (torch.utils.dlpack.DLDeviceType.kDLCPU, 0) if is_npu else method(self)
+        is_copied = is_on_npu(self)
+        return (torch.utils.dlpack.DLDeviceType.kDLCPU, 0) if is_copied else method(self)
 
     return device
 
@@ -178,6 +202,6 @@ def _print_on_cpu(text_of: Callable[..., str]) -> Callable[..., str]:
 
     @functools.wraps(text_of)
     def text(tensor: torch.Tensor, indent: int) -> str:
-        return text_of(tensor.cpu() if tensor.device.type == _NAME else tensor, indent)
+        return text_of(tensor.cpu() if is_on_npu(tensor) else tensor, indent)
 
     return text

@@ -11,7 +11,7 @@ import torch
 
 from npu_iree.errors import OptionError
 from npu_iree.torch_device import account
-from npu_iree.torch_device.current import CURRENT, Fallback
+from npu_iree.torch_device.current import CURRENT, NAME, Fallback
 from npu_iree.torch_device.current import device as _device
 from npu_iree.torch_device.streams import (
     Event,
@@ -222,9 +222,6 @@ def _index(device: Which) -> int:
     if found.type != NAME or (found.index or 0) != 0:
         raise RuntimeError(f"there is one device, npu:0; {device} is no such device")
     return 0
-
-
-NAME = "npu"
 
 
 def __getattr__(name: str) -> Any:

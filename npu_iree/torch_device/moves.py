@@ -18,6 +18,7 @@ from npu_iree.torch_device import account
 from npu_iree.torch_device.kernels import Bound, family
 from npu_iree.torch_device.put import put_dense
 from npu_iree.torch_device.storage import (
+    contiguous_strides,
     dense_order,
     handle_of,
     set_handle,
@@ -94,7 +95,7 @@ def convert(tensor: torch.Tensor, dtype: torch.dtype, order: tuple[int, ...]) ->
         return array
     flat = shaped(array, (tensor.numel(),), tensor.dtype)
     key = ("convert", tensor.dtype, dtype)
-    (result,) = _run(key, lambda tensors: [tensors[0].to(dtype)], [flat], is_ours=False)
+    (result,) = run_ours(key, lambda tensors: [tensors[0].to(dtype)], [flat], is_ours=False)
     return shaped(result, array.shape, dtype)
 
 
@@ -108,7 +109,7 @@ def _range(tensor: torch.Tensor) -> DeviceArray:
         start, length, _ = tensors[1].shape
         return [tensors[0].narrow(0, start, length).clone()]
 
-    (result,) = _run(("range", flat.dtype), read_range, [flat], [place])
+    (result,) = run_ours(("read range", flat.dtype), read_range, [flat], [place])
     return result
 
 
@@ -121,7 +122,7 @@ def _with_range(tensor: torch.Tensor, array: DeviceArray) -> DeviceArray:
         return [aten.slice_scatter(tensors[0], tensors[1], 0, start, start + length)]
 
     values = shaped(array, (place.shape[1],), flat.dtype)
-    (result,) = _run(("write range", flat.dtype), write_range, [flat, values], [place])
+    (result,) = run_ours(("write range", flat.dtype), write_range, [flat, values], [place])
     return result
 
 
@@ -136,7 +137,7 @@ def _bits_and_place(tensor: torch.Tensor) -> tuple[DeviceArray, Argument]:
         start, length, nbytes = 2 * start, 2 * length, nbytes // 2
     flat = _whole_storage(tensor, nbytes)
     shape = (start, length, 0)
-    return flat, Argument(torch.uint8, shape, _contiguous(shape))
+    return flat, Argument(torch.uint8, shape, contiguous_strides(shape))
 
 
 def _gathered(tensor: torch.Tensor) -> DeviceArray:
@@ -144,7 +145,9 @@ def _gathered(tensor: torch.Tensor) -> DeviceArray:
     flat, index = _bits_and_index(tensor)
     if tensor.numel() == 0:
         return shaped(flat, shape, tensor.dtype)
-    (result,) = _run(("gather", flat.dtype), lambda t: [t[0].index_select(0, t[1])], [flat, index])
+    (result,) = run_ours(
+        ("gather", flat.dtype), lambda t: [t[0].index_select(0, t[1])], [flat, index]
+    )
     return shaped(result, shape, tensor.dtype)
 
 
@@ -153,7 +156,7 @@ def _scatter(tensor: torch.Tensor, array: DeviceArray) -> None:
         return
     flat, index = _bits_and_index(tensor)
     values = shaped(array, index.shape, flat.dtype)
-    (result,) = _run(
+    (result,) = run_ours(
         ("scatter", flat.dtype),
         lambda t: [aten.index_put(t[0], [t[1]], t[2])],
         [flat, index, values],
@@ -194,7 +197,7 @@ def _index(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Dev
     return index
 
 
-def _run(
+def run_ours(
     key: tuple[object, ...],
     function: Function,
     arrays: Sequence[DeviceArray],
@@ -207,7 +210,7 @@ def _run(
     Raises:
         NoKernelError: the compiler refused it, or (if not `is_ours`) the target cannot run it.
     """
-    arguments = [Argument(a.dtype, a.shape, _contiguous(a.shape)) for a in arrays]
+    arguments = [Argument(a.dtype, a.shape, contiguous_strides(a.shape)) for a in arrays]
     arguments += sizes
     kinds = tuple(min(2, size) for a in arguments for size in a.shape)
     kernels = family((*key, kinds), str(key[0]), is_ours=is_ours)
@@ -231,11 +234,3 @@ def invoke(bound: Bound, args: Sequence[Any]) -> list[DeviceArray]:
     results = bound.function(*args)
     name = bound.function.work.name
     return [account.keep(results[i], name) for i in bound.order]
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, expected = [], 1
-    for size in reversed(shape):
-        strides.append(expected)
-        expected *= size
-    return tuple(reversed(strides))

@@ -7,19 +7,28 @@ no kernel runs as PyTorch's CPU kernel (`host`).
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from lowering.eager import Argument
+from lowering.partition import DRAWS_RANDOM_NUMBERS
 from npu_iree.array import DeviceArray
-from npu_iree.torch_device.current import frames
+from npu_iree.torch_device.calls import (
+    Computation,
+    Results,
+    Template,
+    Written,
+    argument_of,
+    kind_of,
+    number_dtypes,
+    scan,
+)
+from npu_iree.torch_device.current import different_devices, frames, is_on_npu
 from npu_iree.torch_device.forms import FORMS, STATIC, Form
 from npu_iree.torch_device.host import run_on_host
 from npu_iree.torch_device.kernels import Bound, NoKernelError, family
@@ -27,8 +36,8 @@ from npu_iree.torch_device.launches import launched
 from npu_iree.torch_device.moves import invoke, order_for_writing, read, write
 from npu_iree.torch_device.put import put_dense
 from npu_iree.torch_device.storage import (
+    contiguous_strides,
     dense_order,
-    dense_strides,
     handle_of,
     new_tensor,
     resize,
@@ -39,46 +48,9 @@ OpOverload = torch._ops.OpOverload
 _INDEXING = re.compile(r"aten\._?(unsafe_)?index")  # takes indices that are on the CPU, too
 _SCALARS: OrderedDict[tuple[str, torch.dtype], DeviceArray] = OrderedDict()
 _KEPT_SCALARS = 4096
-
-
-@dataclass(frozen=True)
-class _Leaf:
-    """The place of a tensor in a call's arguments."""
-
-    index: int
-
-
-def _scan(value: Any, is_number: bool, key: list[Any], leaves: list[Any]) -> None:
-    """Take one argument apart: tensors, and numbers that travel as such, are leaves."""
-    if isinstance(value, torch.Tensor):
-        key += (value.dtype, value.shape, value.stride(), value.storage_offset(), value.is_cpu)
-        leaves.append(value)
-        return
-    kind = type(value)
-    key.append(kind)
-    if kind is list or kind is tuple:
-        key.append(len(value))
-        for item in value:
-            _scan(item, False, key, leaves)
-    elif is_number and _travels(value):
-        leaves.append(value)
-    else:
-        key.append(value if kind is not float else repr(value))
-
-
-def _template(value: Any, is_number: bool, count: Iterator[int]) -> Any:
-    """Return an argument with `_Leaf` in the place of its leaves, numbered as `_scan` does."""
-    if isinstance(value, torch.Tensor):
-        return _Leaf(next(count))
-    if isinstance(value, (list, tuple)):
-        return [_template(item, False, count) for item in value]
-    return _Leaf(next(count)) if is_number and _travels(value) else value
-
-
-def _travels(value: Any) -> bool:
-    """Say whether a number can be a tensor of no dimension."""
-    kind = type(value)
-    return kind is float or (kind is int and -(1 << 63) <= value < 1 << 63)
+_KEPT_CALLS = 4096  # of one op; a call that is forgotten finds its kernel again
+_RESULTS: dict[tuple[Any, ...], Results] = {}
+_NONE = Results((), False)
 
 
 class EagerOp:
@@ -86,7 +58,7 @@ class EagerOp:
 
     def __init__(self, op: OpOverload) -> None:
         self.op = op
-        self._calls: dict[tuple[Any, ...], _Ready] = {}
+        self._calls: OrderedDict[tuple[Any, ...], _Ready] = OrderedDict()
         arguments = op._schema.arguments
         self._outs = [a.name for a in arguments if a.is_out]
         self._names = [a.name for a in arguments]
@@ -127,19 +99,21 @@ class EagerOp:
         leaves: list[Any] = []
         is_number, outs = self._is_number, self._outs
         for name, value in zip(self._names, args, strict=False):
-            _scan(value, is_number[name], key, leaves)
+            scan(value, is_number[name], key, leaves)
         for name, value in kwargs.items():
             key.append(name)
             if name in outs:
                 key += (value.dtype, value.shape, value.stride(), value.storage_offset())
             else:
-                _scan(value, is_number[name], key, leaves)
+                scan(value, is_number[name], key, leaves)
         try:
             ready = self._calls.get(tuple(key))
         except TypeError:  # a constant without a hash
             return run_on_host(self.op, args, kwargs, "an argument of it cannot be a constant")
         if ready is None:
             ready = self._calls[tuple(key)] = self._prepare(leaves, args, kwargs)
+            if len(self._calls) > _KEPT_CALLS:
+                self._calls.popitem(last=False)
         if ready.bound is None:
             return run_on_host(self.op, args, kwargs, ready.reason)
         return ready.run(leaves, args, [kwargs[name] for name in outs])
@@ -161,84 +135,62 @@ class EagerOp:
 
     def _why_host(self, leaves: Sequence[Any]) -> str:
         if torch.Tag.nondeterministic_seeded in self.op.tags:
-            return "it draws from PyTorch's random generator, whose state is on the host"
+            return f"it {DRAWS_RANDOM_NUMBERS}"
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                if leaf.device.type != "npu" and leaf.dim() and not _INDEXING.match(str(self.op)):
+                if not is_on_npu(leaf) and leaf.dim() and not _INDEXING.match(str(self.op)):
                     _refuse_devices(leaves, self.op)
                 if leaf.layout is not torch.strided:
                     return f"no device buffer holds the layout {leaf.layout}"
         return ""
 
     def _bind(
-        self,
-        leaves: Sequence[Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        self, leaves: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> _Ready:
-        count, is_number = itertools.count(), self._is_number
-        template = [
-            _template(value, is_number[name], count)
-            for name, value in zip(self._names, args, strict=False)
-        ]
-        named = {
-            name: _template(value, is_number[name], count)
-            for name, value in kwargs.items()
-            if name not in self._outs
-        }
-        dtypes = _number_dtypes(leaves)
-        arguments = [_argument(leaf, dtypes) for leaf in leaves]
+        template, dtypes = self._template(args, kwargs), number_dtypes(leaves)
+        arguments = [argument_of(leaf, dtypes) for leaf in leaves]
         targets = [args[0]] if self._is_in_place else [kwargs[n] for n in self._outs]
-        layouts = [_layout(t) for t in targets]
-        kinds = [t.dtype for t in targets]  # the closure holds no tensors: it lives as traces do
-        kept: list[bool] = []
-        is_list: list[bool] = []
-        form, in_place = self._form.function, self._is_in_place
-
-        def function(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            values = form(*_filled(template, tensors), **_filled(named, tensors))
-            is_list[:] = [isinstance(values, (list, tuple))]
-            results = list(values) if is_list[0] else [values]
-            kept[:] = [r is not None for r in results]
-            results = [r for r in results if r is not None]
-            if not kinds:
-                return results
-            return [
-                _as_target(r, dtype, layout)
-                for r, dtype, layout in zip(results, kinds, layouts, strict=True)
-            ]
-
-        constants = _constants(template, named, leaves)
-        key = (
-            self.op,
-            constants,
-            tuple(_kind(a) for a in arguments),
-            tuple(zip(kinds, layouts, strict=True)),
-        )
+        written: Written = tuple((t.dtype, order_for_writing(t)) for t in targets)
+        computation = Computation(self._form.function, template, written)
+        key = (self.op, template.constants(leaves), tuple(map(kind_of, arguments)), written)
         is_dynamic = STATIC.match(str(self.op)) is None
-        kernels = family(key, str(self.op))
-        bound = kernels.bind(function, arguments, is_dynamic)
-        if kept:
-            _SHAPES_OF_RESULTS[key] = (tuple(kept), is_list[0])
-        result_kept, result_list = _SHAPES_OF_RESULTS[key]
-        for target, output in zip(targets, bound.outputs, strict=False):
-            if in_place and tuple(target.shape) != output.shape:
-                raise NoKernelError("its result has another shape than what it is written to")
-            natural = tuple(range(target.dim()))
-            if tuple(target.shape) != output.shape and order_for_writing(target) != natural:
-                raise NoKernelError("what it is written to is resized, and not contiguous")
+        bound = family(key, str(self.op)).bind(computation, arguments, is_dynamic)
+        if computation.results is not None:
+            _RESULTS[key] = computation.results
+        _check_targets(targets, bound, self._is_in_place)
         return _Ready(
             bound=bound,
             sources=tuple(
                 _source(taken, stored, leaves, dtypes)
                 for taken, stored in zip(bound.takes, bound.stored, strict=True)
             ),
-            kept=result_kept,
-            is_list=result_list,
-            in_place=in_place,
+            results=_RESULTS[key],
+            in_place=self._is_in_place,
             is_out=bool(self._outs),
-            write_orders=tuple(layouts),
+            write_orders=tuple(order for _, order in written),
         )
+
+    def _template(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Template:
+        is_number, outs = self._is_number, self._outs
+        return Template.of(
+            [(v, is_number[name]) for name, v in zip(self._names, args, strict=False)],
+            [(name, v, is_number[name]) for name, v in kwargs.items() if name not in outs],
+        )
+
+
+def _check_targets(targets: Sequence[torch.Tensor], bound: Bound, is_in_place: bool) -> None:
+    """Check that results can be written to what they are written to.
+
+    Raises:
+        NoKernelError: they cannot, by a kernel.
+    """
+    for target, output in zip(targets, bound.outputs, strict=False):
+        if tuple(target.shape) == output.shape:
+            continue
+        if is_in_place:
+            raise NoKernelError("its result has another shape than what it is written to")
+        if order_for_writing(target) != tuple(range(target.dim())):
+            raise NoKernelError("what it is written to is resized, and not contiguous")
 
 
 @dataclass(frozen=True)
@@ -248,8 +200,7 @@ class _Ready:
     bound: Bound | None = None
     reason: str = ""
     sources: tuple[_Source, ...] = ()
-    kept: tuple[bool, ...] = ()
-    is_list: bool = False
+    results: Results = _NONE
     in_place: bool = False
     is_out: bool = False
     write_orders: tuple[Any, ...] = ()
@@ -258,31 +209,32 @@ class _Ready:
         """Submit the call."""
         bound = self.bound
         assert bound is not None
-        results = launched(invoke(bound, [_take(s, leaves) for s in self.sources]), frames())
+        handles = launched(invoke(bound, [_take(s, leaves) for s in self.sources]), frames())
         if self.in_place:
-            write(args[0], results[0], self.write_orders[0])
+            write(args[0], handles[0], self.write_orders[0])
             return args[0]
         if self.is_out:
-            for out, array, output, order in zip(
-                outs, results, bound.outputs, self.write_orders, strict=True
-            ):
-                if tuple(out.shape) != output.shape:
-                    _resize_out(out, output.shape)
-                    write(out, array, tuple(range(len(output.shape))))
-                else:
-                    write(out, array, order)
-            return outs[0] if len(outs) == 1 else tuple(outs)
+            return self._write(bound, handles, outs)
         tensors = iter(
             [
                 new_tensor(o.shape, o.strides, o.dtype, array)
-                for o, array in zip(bound.outputs, results, strict=True)
+                for o, array in zip(bound.outputs, handles, strict=True)
             ]
         )
-        values = [next(tensors) if kept else None for kept in self.kept]
-        return values if self.is_list else values[0]
+        values = [next(tensors) if kept else None for kept in self.results.kept]
+        return values if self.results.is_list else values[0]
 
-
-_SHAPES_OF_RESULTS: dict[tuple[Any, ...], tuple[tuple[bool, ...], bool]] = {}
+    def _write(
+        self, bound: Bound, handles: Sequence[DeviceArray], outs: Sequence[torch.Tensor]
+    ) -> Any:
+        for out, array, output, order in zip(
+            outs, handles, bound.outputs, self.write_orders, strict=True
+        ):
+            if tuple(out.shape) != output.shape:
+                resize(out, output.shape, contiguous_strides(output.shape))
+                order = tuple(range(len(output.shape)))
+            write(out, array, order)
+        return outs[0] if len(outs) == 1 else tuple(outs)
 
 
 def functional_of(op: OpOverload) -> OpOverload | None:
@@ -335,7 +287,7 @@ def _source(
     leaf = leaves[taken]
     if not isinstance(leaf, torch.Tensor):
         return _NUMBER, taken, (), dtypes[type(leaf)]
-    if leaf.device.type != "npu":
+    if not is_on_npu(leaf):
         return _PUT, taken, stored, dense_order(tuple(leaf.shape), leaf.stride())
     is_dense = dense_order(tuple(leaf.shape), leaf.stride()) is not None
     way = _DIRECT if is_dense and not leaf.storage_offset() else _READ
@@ -363,105 +315,14 @@ def _put(tensor: torch.Tensor, order: tuple[int, ...] | None) -> DeviceArray:
     )
 
 
-def _filled(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    if isinstance(template, _Leaf):
-        return tensors[template.index]
-    if isinstance(template, list):
-        return [_filled(v, tensors) for v in template]
-    if isinstance(template, dict):
-        return {k: _filled(v, tensors) for k, v in template.items()}
-    return _CPU if isinstance(template, torch.device) else template
-
-
-_CPU = torch.device("cpu")
-
-
-def _constants(template: Any, named: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what of a call is compiled into its kernel."""
-
-    def text(value: Any) -> Any:
-        if isinstance(value, _Leaf):
-            leaf = leaves[value.index]
-            return ("leaf", value.index, "tensor" if isinstance(leaf, torch.Tensor) else type(leaf))
-        if isinstance(value, list):
-            return tuple(text(v) for v in value)
-        if isinstance(value, dict):
-            return tuple((k, text(v)) for k, v in value.items())
-        return (type(value), repr(value))
-
-    return (text(list(template)), text(dict(named)))
-
-
-def _number_dtypes(leaves: Sequence[Any]) -> dict[type, torch.dtype]:
-    """Return the dtypes that Python's numbers get, so that they promote as Python's numbers do."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    floats = [t for t in tensors if t.dtype.is_floating_point or t.dtype.is_complex]
-    integers = [
-        t
-        for t in tensors
-        if not (t.dtype.is_floating_point or t.dtype.is_complex or t.dtype is torch.bool)
-    ]
-    has_dim = any(t.dim() for t in tensors)
-    real = torch.get_default_dtype()
-    if floats:
-        wide = any(t.dtype in (torch.float64, torch.complex128) for t in floats)
-        real = torch.float64 if wide else torch.float32
-        if not has_dim:
-            real = max((t.dtype.to_real() for t in floats), key=lambda d: d.itemsize)
-    whole = torch.int64
-    if integers and not has_dim and not floats:
-        whole = max((t.dtype for t in integers), key=lambda d: d.itemsize)
-    return {float: real, int: whole}
-
-
-def _argument(leaf: Any, dtypes: Mapping[type, torch.dtype]) -> Argument:
-    if not isinstance(leaf, torch.Tensor):
-        return Argument(dtypes[type(leaf)], (), ())
-    shape = tuple(leaf.shape)
-    order = dense_order(shape, leaf.stride()) or tuple(range(len(shape)))
-    return Argument(leaf.dtype, shape, dense_strides(shape, order))
-
-
-def _order(argument: Argument) -> tuple[int, ...]:
-    return dense_order(argument.shape, argument.strides) or ()
-
-
-def _kind(argument: Argument) -> tuple[Any, ...]:
-    """Return what of an argument a kernel is for: which sizes are 0 or 1, not the sizes."""
-    return argument.dtype, tuple(min(2, s) for s in argument.shape), _order(argument)
-
-
-def _layout(target: torch.Tensor) -> tuple[int, ...]:
-    return order_for_writing(target)
-
-
-def _as_target(result: torch.Tensor, dtype: torch.dtype, order: tuple[int, ...]) -> torch.Tensor:
-    """Give a result the dtype and memory order of what it is written to."""
-    if not torch.can_cast(result.dtype, dtype):
-        raise TypeError(f"{result.dtype} cannot be cast to {dtype}")
-    if result.dtype != dtype:
-        result = result.to(dtype)
-    if len(order) != result.dim():  # an `out` that is resized
-        order = tuple(range(result.dim()))
-    back = [order.index(d) for d in range(len(order))]
-    return result.permute(order).contiguous().permute(back)
-
-
-def _resize_out(out: torch.Tensor, shape: tuple[int, ...]) -> None:
-    resize(out, shape, dense_strides(shape, range(len(shape))))
-
-
 def _no_kernel(op: OpOverload) -> str:
     if torch.Tag.nondeterministic_seeded in op.tags:
-        return "it draws from PyTorch's random generator, whose state is on the host"
+        return f"it {DRAWS_RANDOM_NUMBERS}"
     return "it has no form that writes to nothing"
 
 
 def _refuse_devices(leaves: Sequence[Any], op: OpOverload) -> None:
     """Raise what PyTorch raises for tensors of several devices."""
-    found = list(dict.fromkeys(str(t.device) for t in leaves if isinstance(t, torch.Tensor)))
+    found = list(dict.fromkeys(t.device for t in leaves if isinstance(t, torch.Tensor)))
     if len(found) > 1:
-        raise RuntimeError(
-            "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{found[0]} and {found[1]}! (when checking the arguments of {op})"
-        )
+        raise different_devices(found, op)

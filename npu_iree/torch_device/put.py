@@ -41,6 +41,8 @@ def put_dense(
     stored = tensor.detach() if in_place else dense_copy(tensor)
     start = NOW if is_kept else target.start_point()
     view, ready = target.memory.put(stored, start, name)
+    if ready is not start:
+        target.track(ready, stored.nbytes)
     array = DeviceArray(target, view, tuple(stored.shape), stored.dtype, ready)
     return account.keep(array, name)
 

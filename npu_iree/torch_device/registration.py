@@ -13,34 +13,18 @@ from npu_iree.errors import NpuIreeError
 from npu_iree.targets import Target
 from npu_iree.torch_device import module
 from npu_iree.torch_device.autocast import register_autocast
-from npu_iree.torch_device.current import CURRENT
+from npu_iree.torch_device.backward import register_backward
+from npu_iree.torch_device.current import CURRENT, NAME
 from npu_iree.torch_device.dynamo import register_dynamo
 from npu_iree.torch_device.forms import WHOLE
 from npu_iree.torch_device.methods import register_methods
 from npu_iree.torch_device.ops import EagerOp
-from npu_iree.torch_device.tensors import ON_CPU, OWN
+from npu_iree.torch_device.tensors import DIFFERENTIABLE, ON_CPU, OWN
 from npu_iree.versions import check_versions
 
-NAME = "npu"
 _UNNAMED = "privateuseone"
 _KEY = "PrivateUse1"
 _PARTS: list[torch.library.Library] = []  # registrations last as long as these
-
-
-class _Hooks(torch._C._acc.PrivateUse1Hooks):
-    def is_available(self) -> bool:
-        return True
-
-    def has_primary_context(self, dev_id: int) -> bool:
-        return CURRENT.device is not None
-
-    def is_built(self) -> bool:
-        return True
-
-
-class _Guard(torch._C._acc.DeviceGuard):
-    def type_(self) -> Any:
-        return torch._C._autograd.DeviceType.PrivateUse1
 
 
 def register_device(target: Target | str = "npu-local") -> torch.device:
@@ -73,9 +57,10 @@ def register_device(target: Target | str = "npu-local") -> torch.device:
             f"PyTorch has room for one device from outside, and {other!r} is there already; "
             "npu_iree's cannot be registered in this process"
         )
-    _setup_privateuseone_for_python_backend(NAME, module, _Hooks(), _Guard())
+    _setup_privateuseone_for_python_backend(NAME, module)
     _register_ops()
     register_methods()
+    register_backward()
     register_dynamo()
     CURRENT.device = opened
     return torch.device(NAME)
@@ -102,6 +87,8 @@ def _register_ops() -> None:
     others.fallback(fallback, _KEY)
     for lazy in ("Conjugate", "Negative"):  # else PyTorch resolves them by a copy, and so for ever
         aten.impl("_copy_from", torch.library.fallthrough_kernel, lazy)
+    for name, function in DIFFERENTIABLE.items():
+        aten.impl(name, function, f"Autograd{_KEY}")
     for name, function in ON_CPU.items():
         cpu.impl(name, function, "CPU")
     _PARTS.extend((aten, others, cpu, *register_autocast()))

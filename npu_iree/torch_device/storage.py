@@ -96,6 +96,11 @@ def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]
     return tuple(strides)
 
 
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return dense_strides(shape, range(len(shape)))
+
+
 def shaped(array: DeviceArray, shape: tuple[int, ...], dtype: torch.dtype) -> DeviceArray:
     """Return the same bytes under another shape and dtype."""
     if (array.shape == shape and array.dtype is dtype) or dtype not in ELEMENT_TYPES:

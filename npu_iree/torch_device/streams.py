@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from npu_iree.errors import DeviceError
@@ -20,7 +20,7 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         """Let the event be the end of what has been submitted so far."""
-        self._points = device().in_flight
+        self._points = (*device().in_flight, *(stream or current_stream()).points())
 
     def query(self) -> bool:
         """Say whether all of it has ended, without waiting.
@@ -50,11 +50,17 @@ class Stream:
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         self.device_index = 0
-        self.points: tuple[Timepoint, ...] = ()
+        self._points: tuple[Timepoint, ...] = ()
+
+    def points(self) -> Sequence[Timepoint]:
+        """Return what work that is submitted now has to wait for: what has not ended yet."""
+        self._points = tuple(point for point in self._points if not _has_ended(point))
+        return self._points
 
     def wait_event(self, event: Event) -> None:
         """Let what is submitted here from now on start after an event."""
-        self.points = (*(p for p in self.points if not p._reached), *event._points)
+        self._points = (*self.points(), *event._points)
+        device().order = _order_of_thread
 
     def wait_stream(self, stream: Stream) -> None:
         """Let what is submitted here from now on start after what has been submitted there."""
@@ -75,6 +81,14 @@ class Stream:
         self.record_event().synchronize()
 
 
+def _has_ended(point: Timepoint) -> bool:
+    """Say whether work has ended, well or not: what only comes after it does not fail with it."""
+    try:
+        return point.is_reached()
+    except DeviceError:
+        return True
+
+
 _DEFAULT = Stream()
 _CURRENT = threading.local()
 
@@ -82,6 +96,10 @@ _CURRENT = threading.local()
 def current_stream(device: Any = None) -> Stream:
     """Return the stream that calls of this thread are submitted to."""
     return getattr(_CURRENT, "stream", _DEFAULT)
+
+
+def _order_of_thread() -> Sequence[Timepoint]:
+    return current_stream().points()
 
 
 def default_stream(device: Any = None) -> Stream:

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
+from npu_iree.torch_device.current import different_devices, is_on_npu
 from npu_iree.torch_device.fetch import on_host
+from npu_iree.torch_device.host import tell
 from npu_iree.torch_device.kernels import NoKernelError
 from npu_iree.torch_device.moves import convert, order_for_writing, write
 from npu_iree.torch_device.put import put_dense
-from npu_iree.torch_device.storage import dense_order, dense_strides, grow, new_tensor, resize
+from npu_iree.torch_device.ranges import arange_out
+from npu_iree.torch_device.storage import contiguous_strides, dense_order, grow, new_tensor, resize
 
 aten = torch.ops.aten
 _KEYS = torch._C.DispatchKeySet
@@ -30,7 +33,7 @@ def _empty(
 ) -> Tensor:
     shape = tuple(size)
     if memory_format in (None, torch.contiguous_format, torch.preserve_format):
-        strides = dense_strides(shape, range(len(shape)))
+        strides = contiguous_strides(shape)
     else:
         strides = torch.empty(shape, memory_format=memory_format, device="meta").stride()
     return new_tensor(shape, strides, dtype or torch.get_default_dtype())
@@ -50,9 +53,9 @@ def _empty_strided(
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     """Copy between devices, dtypes and layouts; only a copy to the CPU waits."""
-    if source.device.type != "npu":
+    if not is_on_npu(source):
         _put_into(source, target)
-    elif target.device.type != "npu":
+    elif not is_on_npu(target):
         target.copy_(_host_value(source))
     else:
         _copy_within(source, target)
@@ -123,7 +126,7 @@ def _resize(
     tensor: Tensor, size: Sequence[int], *, memory_format: torch.memory_format | None = None
 ) -> Tensor:
     shape = tuple(size)
-    strides = dense_strides(shape, range(len(shape)))
+    strides = contiguous_strides(shape)
     if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
         strides = torch.empty(shape, memory_format=memory_format, device="meta").stride()
     if tuple(tensor.shape) != shape or memory_format is not None:
@@ -137,10 +140,7 @@ def _item(tensor: Tensor) -> Any:
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     if one.device != other.device:
-        raise RuntimeError(
-            "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{one.device} and {other.device}! (when checking the arguments of aten.equal)"
-        )
+        raise different_devices([one.device, other.device], "aten.equal")
     return torch.equal(_host_value(one), _host_value(other))
 
 
@@ -227,6 +227,17 @@ def _draw(op: Any) -> Callable[..., Any]:
     return draw
 
 
+def _sparse(op: Any) -> Callable[..., Any]:
+    """Make a sparse tensor on the CPU; its gradient comes back as one of the dense tensor."""
+
+    def sparse(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        tell(op, "the device has no sparse tensors: it becomes one of the CPU")
+        made: Tensor = op(tensor.cpu(), *args, **kwargs)
+        return made
+
+    return sparse
+
+
 def _choose_attention(*args: Any, **kwargs: Any) -> int:
     return 0  # the one that is made of other ops
 
@@ -235,6 +246,7 @@ OWN: dict[str, Callable[..., Any]] = {
     "empty.memory_format": _empty,
     "empty_strided": _empty_strided,
     "resize_": _resize,
+    "arange.start_out": arange_out,
     "_to_copy": _to_copy,
     "_copy_from": _copy_from,
     "_copy_from_and_resize": _copy_from_and_resize,
@@ -276,6 +288,12 @@ def _pin_memory(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 def _is_pinned(tensor: Tensor, device: torch.device | None = None) -> bool:
     return False
 
+
+# Made of differentiable ops: they stand before autograd, not behind it.
+DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
+    "to_sparse": _sparse(aten.to_sparse.default),
+    "to_sparse.sparse_dim": _sparse(aten.to_sparse.sparse_dim),
+}
 
 # PyTorch asks the accelerator of the process for these, in C++.
 ON_CPU: dict[str, Callable[..., Any]] = {"_pin_memory": _pin_memory, "is_pinned": _is_pinned}

@@ -9,6 +9,7 @@ import torch
 
 import npu_iree
 from npu_iree.device import Device
+from npu_iree.timeline import Timepoint
 
 NPU = "npu"
 
@@ -37,11 +38,24 @@ def test_other_tasks_go_on_while_one_awaits_the_device(device: Device) -> None:
     assert b.tolist() == [2, 2, 2]
 
 
-def test_a_hundred_requests_in_flight(device: Device) -> None:
+def test_the_event_loop_never_stands_still_with_a_hundred_requests_in_flight(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
     inputs = [torch.randn(2, 8) for _ in range(100)]
     expected = [model(x).detach() for x in inputs]
     compiled = torch.compile(model.to(NPU), backend="npu_iree")
+    with torch.no_grad():
+        compiled(inputs[0].to(NPU))
+    torch.npu.synchronize()
+    wait_ns, blocked = Timepoint._wait_ns, []
+
+    def watch(point: Timepoint, timeout_ns: int | None) -> bool:
+        if timeout_ns != 0 and not wait_ns(point, 0):
+            blocked.append(point)
+        return wait_ns(point, timeout_ns)
+
+    monkeypatch.setattr(Timepoint, "_wait_ns", watch)
 
     async def request(x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -49,10 +63,17 @@ def test_a_hundred_requests_in_flight(device: Device) -> None:
         return (await npu_iree.ready(y)).cpu()
 
     async def main() -> list[torch.Tensor]:
-        return await asyncio.gather(*map(request, inputs))
+        with device.hold() as gate:
+            tasks = [asyncio.create_task(request(x)) for x in inputs]
+            await asyncio.sleep(0)  # all of them have run up to where they wait
+            assert len(device.in_flight) == len(inputs)
+            assert not any(task.done() for task in tasks)
+            gate.open()
+        return await asyncio.gather(*tasks)
 
     for one, other in zip(asyncio.run(main()), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert blocked == []
 
 
 def test_a_failure_arrives_where_it_is_awaited(device: Device) -> None:

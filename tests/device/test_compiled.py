@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import convert_frame
 
 import npu_iree
 from npu_iree.device import Device
+from npu_iree.runner import Runner
 from tolerances import assert_same
 
 NPU = "npu"
@@ -147,3 +151,43 @@ def test_the_target_is_that_of_the_device() -> None:
     compiled = torch.compile(lambda x: x + 1, backend="npu_iree", options={"target": "npu-virtual"})
     with pytest.raises(Exception, match="its tensors cannot go to 'npu-virtual'"):
         compiled(torch.ones(2, device=NPU))
+
+
+@pytest.mark.parametrize("where", ["cpu", NPU])
+def test_a_compiled_graph_is_freed_by_a_reset(where: str) -> None:
+    model, x = mlp().to(where), torch.randn(4, 8).to(where)
+    torch.compile(model, backend="npu_iree")(x).sum().backward()
+    runners = [weakref.ref(r) for r in gc.get_objects() if type(r) is Runner]
+    assert runners
+    torch._dynamo.reset()
+    del model, x
+    gc.collect()
+    assert not any(runner() for runner in runners)
+
+
+def test_arguments_that_overlap_otherwise_than_at_the_first_call() -> None:
+    def shifted(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.add_(1)
+        b.mul_(2)
+        return a + b
+
+    compiled = torch.compile(shifted, backend="npu_iree", dynamic=False)
+    for first, second in [(0, 4), (0, 2), (2, 0), (4, 0), (0, 0)]:
+        base = torch.arange(8.0)
+        twin = base.to(NPU)
+        expected = shifted(base[first : first + 4], base[second : second + 4])
+        found = compiled(twin[first : first + 4], twin[second : second + 4])
+        assert_same(found.cpu(), expected)
+        assert_same(twin.cpu(), base)
+
+
+def test_ops_between_graphs_are_not_traced_into() -> None:
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(x)
+        return y * torch.nonzero(y).sum() + float(y.max())
+
+    x = torch.randn(4, 8)
+    before = convert_frame.FRAME_COUNTER
+    found = torch.compile(broken, backend="npu_iree")(x.to(NPU))
+    assert_same(found.cpu(), broken(x))
+    assert convert_frame.FRAME_COUNTER - before <= 4, "this function, and what is left of it"

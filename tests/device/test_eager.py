@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import npu_iree
 from npu_iree.device import Device
+from npu_iree.torch_device import ops
 from tolerances import assert_same
 
 NPU = "npu"
@@ -245,3 +246,12 @@ def test_a_backward_is_watched_too() -> None:
     with npu_iree.record_transfers() as ledger:
         y.backward()
     assert len(ledger.waits) == 1
+
+
+def test_calls_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_KEPT_CALLS", 4)
+    relu = ops.EagerOp(torch.ops.aten.relu.default)
+    for _ in range(2):
+        for size in range(2, 10):
+            assert relu(torch.full((size,), -1.0, device=NPU)).tolist() == [0] * size
+    assert len(relu._calls) == 4

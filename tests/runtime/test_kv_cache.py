@@ -9,40 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import npu_iree
+from models.generation import LENGTH, PROMPT, TOKENS, generate, llama
 from npu_iree.transfers import Ledger
 from tolerances import assert_same
 
-LENGTH, TOKENS = 48, 24
 SHAPE = (1, 2, LENGTH, 16)  # of a layer's keys
-
-
-def _llama() -> transformers.LlamaForCausalLM:
-    config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH,
-        eos_token_id=None, pad_token_id=0, bos_token_id=1,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).eval()
-
-
-def generate(model: Any, prompt: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        tokens: torch.Tensor = model.generate(
-            prompt, max_new_tokens=TOKENS, do_sample=False, cache_implementation="static"
-        )
-    return tokens
 
 
 @pytest.mark.parametrize("disabled", [[], ["aten.sigmoid"]], ids=["all", "host op"])
 def test_static_cache_generation_gives_eagers_tokens(
     disabled: list[str], counts: Counter[str]
 ) -> None:
-    model = _llama()
-    prompt = torch.tensor([[1, 5, 9, 2, 33, 70, 8]])
+    model = llama()
+    prompt = torch.tensor([PROMPT])
     expected = generate(model, prompt)
     model.forward = torch.compile(
         model.forward, backend="npu_iree", options={"disabled_ops": disabled}

@@ -1,0 +1,214 @@
+"""A call of an eager op, taken apart: what travels as a tensor, and what is a constant of it.
+
+Tensors, and numbers that change from call to call, are the leaves of a call. The rest is its
+template: the same in all calls of one key, and compiled in.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowering.eager import Argument
+from npu_iree.torch_device.storage import dense_order, dense_strides
+
+_CPU = torch.device("cpu")
+Written = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """The place of a tensor in a call's arguments."""
+
+    index: int
+
+
+def scan(value: Any, is_number: bool, key: list[Any], leaves: list[Any]) -> None:
+    """Take one argument apart: tensors, and numbers that travel as such, are leaves.
+
+    Args:
+        value: the argument.
+        is_number: whether it is a number that travels as a tensor, if it is a number.
+        key: takes what calls of one kernel have in common.
+        leaves: takes the leaves.
+    """
+    if isinstance(value, torch.Tensor):
+        key += (value.dtype, value.shape, value.stride(), value.storage_offset(), value.is_cpu)
+        leaves.append(value)
+        return
+    kind = type(value)
+    key.append(kind)
+    if kind is list or kind is tuple:
+        key.append(len(value))
+        for item in value:
+            scan(item, False, key, leaves)
+    elif is_number and _travels(value):
+        leaves.append(value)
+    else:
+        key.append(value if kind is not float else repr(value))
+
+
+def _travels(value: Any) -> bool:
+    """Say whether a number can be a tensor of no dimension."""
+    kind = type(value)
+    return kind is float or (kind is int and -(1 << 63) <= value < 1 << 63)
+
+
+@dataclass(frozen=True)
+class Template:
+    """The arguments of a call, with the places of its leaves.
+
+    Attributes:
+        positional: the arguments without names.
+        named: those with names.
+    """
+
+    positional: list[Any]
+    named: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        positional: Iterable[tuple[Any, bool]],
+        named: Iterable[tuple[str, Any, bool]],
+    ) -> Template:
+        """Make one: of arguments (with names), and whether each is a number that travels."""
+        count = itertools.count()
+        return cls(
+            [_placed(value, is_number, count) for value, is_number in positional],
+            {name: _placed(value, is_number, count) for name, value, is_number in named},
+        )
+
+    def filled(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments with tensors in the places of the leaves."""
+        return _filled(self.positional, tensors), _filled(self.named, tensors)
+
+    def constants(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """Return what of a call is compiled into its kernel."""
+
+        def text(value: Any) -> Any:
+            if isinstance(value, _Leaf):
+                leaf = leaves[value.index]
+                is_tensor = isinstance(leaf, torch.Tensor)
+                return ("leaf", value.index, "tensor" if is_tensor else type(leaf))
+            if isinstance(value, list):
+                return tuple(text(v) for v in value)
+            if isinstance(value, dict):
+                return tuple((k, text(v)) for k, v in value.items())
+            return (type(value), repr(value))
+
+        return (text(self.positional), text(self.named))
+
+
+def _placed(value: Any, is_number: bool, count: Iterator[int]) -> Any:
+    """Return an argument with `_Leaf` in the place of its leaves, numbered as `scan` does."""
+    if isinstance(value, torch.Tensor):
+        return _Leaf(next(count))
+    if isinstance(value, (list, tuple)):
+        return [_placed(item, False, count) for item in value]
+    return _Leaf(next(count)) if is_number and _travels(value) else value
+
+
+def _filled(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    if isinstance(template, _Leaf):
+        return tensors[template.index]
+    if isinstance(template, list):
+        return [_filled(v, tensors) for v in template]
+    if isinstance(template, dict):
+        return {k: _filled(v, tensors) for k, v in template.items()}
+    return _CPU if isinstance(template, torch.device) else template
+
+
+class Computation:
+    """What a call computes, on its leaves as tensors; holds none itself, as it lives as traces do.
+
+    Attributes:
+        results: what comes out; known when it has been called.
+    """
+
+    def __init__(self, form: Callable[..., Any], template: Template, written: Written) -> None:
+        """Make one.
+
+        Args:
+            form: computes it.
+            template: of the call.
+            written: the dtype and memory order of each tensor that the results are written to.
+        """
+        self._form = form
+        self._template = template
+        self._written = written
+        self.results: Results | None = None
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Compute it."""
+        args, kwargs = self._template.filled(tensors)
+        values = self._form(*args, **kwargs)
+        is_list = isinstance(values, (list, tuple))
+        results = list(values) if is_list else [values]
+        self.results = Results(tuple(r is not None for r in results), is_list)
+        results = [r for r in results if r is not None]
+        if not self._written:
+            return results
+        pairs = zip(results, self._written, strict=True)
+        return [_as_target(result, dtype, order) for result, (dtype, order) in pairs]
+
+
+@dataclass(frozen=True)
+class Results:
+    """How the results of a call come: which are tensors (others are None), whether in a list."""
+
+    kept: tuple[bool, ...]
+    is_list: bool
+
+
+def _as_target(result: torch.Tensor, dtype: torch.dtype, order: tuple[int, ...]) -> torch.Tensor:
+    """Give a result the dtype and memory order of what it is written to."""
+    if not torch.can_cast(result.dtype, dtype):
+        raise TypeError(f"{result.dtype} cannot be cast to {dtype}")
+    if result.dtype != dtype:
+        result = result.to(dtype)
+    if len(order) != result.dim():  # an `out` that is resized
+        order = tuple(range(result.dim()))
+    back = [order.index(d) for d in range(len(order))]
+    return result.permute(order).contiguous().permute(back)
+
+
+def number_dtypes(leaves: Sequence[Any]) -> dict[type, torch.dtype]:
+    """Return the dtypes that Python's numbers get, so that they promote as Python's numbers do."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    floats = [t for t in tensors if t.dtype.is_floating_point or t.dtype.is_complex]
+    integers = [
+        t
+        for t in tensors
+        if not (t.dtype.is_floating_point or t.dtype.is_complex or t.dtype is torch.bool)
+    ]
+    has_dim = any(t.dim() for t in tensors)
+    real = torch.get_default_dtype()
+    if floats:
+        wide = any(t.dtype in (torch.float64, torch.complex128) for t in floats)
+        real = torch.float64 if wide else torch.float32
+        if not has_dim:
+            real = max((t.dtype.to_real() for t in floats), key=lambda d: d.itemsize)
+    whole = torch.int64
+    if integers and not has_dim and not floats:
+        whole = max((t.dtype for t in integers), key=lambda d: d.itemsize)
+    return {float: real, int: whole}
+
+
+def argument_of(leaf: Any, dtypes: Mapping[type, torch.dtype]) -> Argument:
+    """Return what a kernel gets of a leaf: it is dense, in its own memory order if it has one."""
+    if not isinstance(leaf, torch.Tensor):
+        return Argument(dtypes[type(leaf)], (), ())
+    shape = tuple(leaf.shape)
+    order = dense_order(shape, leaf.stride()) or tuple(range(len(shape)))
+    return Argument(leaf.dtype, shape, dense_strides(shape, order))
+
+
+def kind_of(argument: Argument) -> tuple[Any, ...]:
+    """Return what of an argument a kernel is for: which sizes are 0 or 1, not the sizes."""
+    order = dense_order(argument.shape, argument.strides) or ()
+    return argument.dtype, tuple(min(2, s) for s in argument.shape), order

@@ -1,0 +1,63 @@
+"""`register_device()` comes late, or where another device is: it works, or says why not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+NPU = "npu"
+
+
+def run(kernel_cache: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "NPU_IREE_CACHE": str(kernel_cache)}
+    return subprocess.run(
+        [sys.executable, *args], env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_a_device_registered_after_a_backward_pass_trains(kernel_cache: Path) -> None:
+    done = run(kernel_cache, str(PROGRAMS / "late_device.py"))
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    for losses in told["losses"]:
+        assert losses == pytest.approx(told["expected"], rel=1e-5)
+
+
+TAKEN = """
+import torch, npu_iree
+torch.utils.rename_privateuse1_backend("other")
+for _ in range(2):
+    try:
+        npu_iree.register_device()
+    except npu_iree.NpuIreeError as error:
+        print(error)
+assert not hasattr(torch, "npu")
+"""
+
+
+def test_another_device_from_outside_is_a_clear_error(kernel_cache: Path) -> None:
+    done = run(kernel_cache, "-c", TAKEN)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    assert all("room for one device from outside, and 'other' is there already" in x for x in lines)
+
+
+def test_storages_are_made_on_the_device() -> None:
+    empty = torch.UntypedStorage(12, device=NPU)
+    assert (empty.device.type, empty.nbytes()) == ("npu", 12)
+    view = torch.empty(0, device=NPU).set_(empty)
+    view.fill_(3)
+    assert view.tolist() == [3, 3, 3]
+    assert torch.UntypedStorage([1, 2, 3], device="npu:0").cpu().tolist() == [1, 2, 3]
+    with pytest.raises(RuntimeError, match="cannot be swapped in place"):
+        empty.byteswap(torch.float32)
+    assert torch.UntypedStorage(5).nbytes() == 5
+    assert torch.UntypedStorage(5, device="cpu").device.type == "cpu"
