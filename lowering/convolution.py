@@ -127,7 +127,7 @@ def _transposed(
     rank = x.dim() - 2
     amounts: list[int] = []
     for i in range(rank):
-        x = _spread(x, 2 + i, stride[i])
+        x = spread(x, 2 + i, stride[i])
         reach = dilation[i] * (weight.shape[2 + i] - 1) - padding[i]
         amounts = [reach, reach + output_padding[i], *amounts]
     grouped = weight.reshape(groups, -1, *weight.shape[1:]).transpose(1, 2)
@@ -187,7 +187,7 @@ def _cut(x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     return x
 
 
-def _spread(x: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
+def spread(x: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
     """Put `stride - 1` zeros between the elements along a dimension."""
     if stride == 1:
         return x

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lowering.convolution import spread
 from lowering.halves import HALVES
 from lowering.sizes import of_each
 
@@ -51,35 +52,115 @@ def convolution(
         output_padding: of transposed ones.
         groups: 1, or C and F.
     """
-    if x.dim() != 3 or transposed or not x.dtype.is_floating_point or 0 in x.shape:
-        return _UNCHANGED
-    places, channels, features = weight.shape[2], x.shape[1], weight.shape[0]
+    features, channels = weight.shape[0], x.shape[1]
     is_by_channel = groups == channels == features
-    if places > _MOST_PLACES or not (groups == 1 or is_by_channel):
+    if transposed or not _pays(x, weight) or not (groups == 1 or is_by_channel):
         return _UNCHANGED
-    (step,), (pad,), (apart,) = (of_each(v, 1) for v in (stride, padding, dilation))
-    wide, wide_weight = (t.float() if t.dtype in HALVES else t for t in (x, weight))
-    pieces = windows(wide, places, step, pad, apart)
+    wide, wide_weight = _wide(x), _wide(weight)
+    pieces = _windows(wide, weight.shape[2], stride, padding, dilation)
     y = _by_channel(pieces, wide_weight) if is_by_channel else _product(pieces, wide_weight)
     if bias is not None:
         y = y + bias.to(y.dtype).unsqueeze(-1)
     return y.to(x.dtype)
 
 
-def windows(x: torch.Tensor, places: int, step: int, pad: int, apart: int) -> list[torch.Tensor]:
+def convolution_backward(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    output_mask: Sequence[bool],
+) -> Any:
+    """Rewrite `aten.convolution_backward` of what `convolution` writes as a product.
+
+    Before: %gx, %gw, %gb = convolution_backward(%g, %x, %w, ...)             with %g of [N, F, M]
+    After:  %gw = sum over N of matmul(%g, permute(%c, [0, 2, 1])), with %c as in `convolution`
+            %1 = matmul(view(permute(%w, [2, 1, 0]), [K * C, F]), %g)               [N, K * C, M]
+            %gx = the sum of the K parts of %1, each put where its place of the window stood
+            %gb = sum(%g, [0, 2])
+    """
+    if transposed or groups != 1 or not _pays(x, weight):
+        return _UNCHANGED
+    kinds = x.dtype, weight.dtype
+    gradient, x, weight = _wide(gradient), _wide(x), _wide(weight)
+    features, channels, places = weight.shape
+    of_x = of_weight = of_bias = None
+    if output_mask[0]:
+        columns = torch.matmul(_rows(weight).t(), gradient)
+        parts = [columns.narrow(1, i * channels, channels) for i in range(places)]
+        of_x = _put_back(parts, x.shape[2], stride, padding, dilation).to(kinds[0])
+    if output_mask[1]:
+        pieces = _windows(x, places, stride, padding, dilation)
+        columns = torch.cat(pieces, 1).transpose(0, 1).reshape(places * channels, -1)
+        whole = torch.mm(gradient.transpose(0, 1).reshape(features, -1), columns.t())
+        of_weight = whole.view(features, places, channels).permute(0, 2, 1).to(kinds[1])
+    if output_mask[2]:
+        of_bias = gradient.sum([0, 2]).to(kinds[1])
+    return of_x, of_weight, of_bias
+
+
+def _pays(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    if x.dim() != 3 or not x.dtype.is_floating_point or 0 in (*x.shape, *weight.shape):
+        return False
+    return weight.shape[2] <= _MOST_PLACES
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in HALVES else tensor
+
+
+def _windows(
+    x: torch.Tensor,
+    places: int,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> list[torch.Tensor]:
     """Give for each place of a window what is there, wherever it stands: `[N, C, M]` each."""
+    (step,), (pad,), (apart,) = (of_each(v, 1) for v in (stride, padding, dilation))
     padded = aten.constant_pad_nd.default(x, [pad, pad], 0) if pad else x
-    last = padded.shape[-1] - apart * (places - 1)
-    starts = [place * apart for place in range(places)]
-    return [aten.slice.Tensor(padded, 2, start, start + last, step) for start in starts]
+    beyond = padded.shape[2] - apart * (places - 1)
+    starts = [apart * place for place in range(places)]
+    return [aten.slice.Tensor(padded, 2, start, start + beyond, step) for start in starts]
+
+
+def _put_back(
+    parts: Sequence[torch.Tensor],
+    size: int,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> torch.Tensor:
+    """Add up what `_windows` takes apart: `[N, C, size]`."""
+    (step,), (pad,), (apart,) = (of_each(v, 1) for v in (stride, padding, dilation))
+    whole = []
+    for place, part in enumerate(parts):
+        wide = spread(part, 2, step)
+        start = apart * place - pad
+        end = start + wide.shape[2]
+        if start < size and end > 0:  # else it is in the padding
+            whole.append(aten.constant_pad_nd.default(wide, [start, size - end], 0))
+    if not whole:
+        return torch.zeros(*parts[0].shape[:2], size, dtype=parts[0].dtype)
+    return functools.reduce(torch.add, whole)
+
+
+def _rows(weight: torch.Tensor) -> torch.Tensor:
+    """Lay out a weight as the rows of a product, `[F, K * C]`."""
+    return weight.permute(0, 2, 1).reshape(weight.shape[0], -1)
 
 
 def _product(pieces: Sequence[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
     columns = torch.cat(list(pieces), 1)
-    rows = weight.permute(0, 2, 1).reshape(weight.shape[0], -1)
     if columns.shape[0] == 1:
-        return torch.mm(rows, columns[0]).unsqueeze(0)
-    return torch.matmul(rows, columns)
+        return torch.mm(_rows(weight), columns[0]).unsqueeze(0)
+    return torch.matmul(_rows(weight), columns)
 
 
 def _by_channel(pieces: Sequence[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
@@ -87,4 +168,7 @@ def _by_channel(pieces: Sequence[torch.Tensor], weight: torch.Tensor) -> torch.T
     return functools.reduce(torch.add, products)
 
 
-REWRITES = {aten.convolution.default: convolution}
+REWRITES = {
+    aten.convolution.default: convolution,
+    aten.convolution_backward.default: convolution_backward,
+}

@@ -67,6 +67,25 @@ def test_a_convolution_along_one_dimension(call: tuple[list[torch.Tensor], list[
     assert_same(rewritten(*tensors), expected)
 
 
+@settings(max_examples=60, deadline=None)
+@given(calls())
+def test_its_gradients(call: tuple[list[torch.Tensor], list[Any]]) -> None:
+    tensors, rest = call
+    x, weight = tensors[:2]
+    try:
+        y = aten.convolution.default(x, weight, None, *rest)
+    except RuntimeError:  # the window is larger than the input
+        assume(False)
+
+    def differentiate(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return aten.convolution_backward.default(*given, [weight.shape[0]], *rest, [True] * 3)
+
+    given_tensors = (torch.randn_like(y), x, weight)
+    rewritten = rewrite(graph_of(differentiate, *given_tensors), TARGET)
+    assert "aten.convolution_backward.default" not in ops(rewritten)
+    assert_same(tuple(rewritten(*given_tensors)), differentiate(*given_tensors))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("groups", [1, 6])
 def test_it_keeps_dtype_nan_and_infinity(dtype: torch.dtype, groups: int) -> None:

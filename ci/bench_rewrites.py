@@ -1,0 +1,178 @@
+"""Measure what rewrites of the graph, and what IREE's way with odd rows, cost or gain.
+
+Each case is compiled twice, without and with what is to pay, and run in turn in one process.
+
+python ci/bench_rewrites.py                 every case
+python ci/bench_rewrites.py conv1d softmax  those whose names begin so
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+
+from lowering.abi import ENTRY
+from lowering.artifact import Artifact, EntryPoint
+from lowering.capabilities import load_capabilities
+from lowering.capture import capture_aot
+from lowering.decompositions import decomposition_table
+from lowering.partition import partition
+from lowering.pipeline import compile_program
+from lowering.program import Program
+from lowering.region import Region, extract_region
+from lowering.stages import iree_session
+from npu_iree.device import open_device
+from npu_iree.executable import Executable
+from npu_iree.targets import NPU_LOCAL
+
+BEFORE, AFTER = "before", "after"
+_PEELING = "--iree-llvmcpu-vector-pproc-strategy=peel"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function, the shapes of its arguments, and what is left out of it before.
+
+    Attributes:
+        function: of tensors.
+        shapes: of its arguments.
+        without: `peeling`, or the name of a rewrite.
+    """
+
+    function: Callable[..., Any]
+    shapes: Sequence[Sequence[int]]
+    without: str
+
+
+def _conv(stride: int = 1, padding: int = 1, groups: int = 1) -> Callable[..., Any]:
+    def convolve(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return functional.conv1d(x, weight, bias, stride, padding, 1, groups)
+
+    return convolve
+
+
+def _conv_gradients(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:
+    window = [2], [1], [1], False, [0], 1
+    backward = torch.ops.aten.convolution_backward.default
+    return backward(gradient, x, weight, None, *window, [True, True, False])[:2]
+
+
+def _rows(function: Callable[[torch.Tensor], Any], length: int) -> Case:
+    return Case(function, [(900, length)], "peeling")
+
+
+def _conv_case(x: Sequence[int], weight: Sequence[int], **window: int) -> Case:
+    return Case(_conv(**window), [x, weight, weight[:1]], "convolutions")
+
+
+CASES = {
+    "softmax 1500": _rows(lambda x: torch.softmax(x, -1), 1500),
+    "softmax 1504": _rows(lambda x: torch.softmax(x, -1), 1504),
+    "softmax 197": _rows(lambda x: torch.softmax(x, -1), 197),
+    "softmax 7": _rows(lambda x: torch.softmax(x, -1), 7),
+    "log_softmax 1500": _rows(lambda x: torch.log_softmax(x, -1), 1500),
+    "softmax of columns 1500": _rows(lambda x: torch.softmax(x, 0), 1500),
+    "argmax 1500": _rows(lambda x: torch.argmax(x, -1), 1500),
+    "sum 1500": _rows(lambda x: x.sum(-1), 1500),
+    "layer_norm 1500": _rows(lambda x: functional.layer_norm(x, x.shape[-1:]), 1500),
+    "gelu 1500": _rows(functional.gelu, 1500),
+    "mm 197x768x768": Case(torch.mm, [(197, 768), (768, 768)], "peeling"),
+    "attention 197": Case(
+        functional.scaled_dot_product_attention, [(1, 12, 197, 64)] * 3, "peeling"
+    ),
+    "conv1d 80-384 k3": _conv_case((1, 80, 3000), (384, 80, 3)),
+    "conv1d 384-384 k3 s2": _conv_case((1, 384, 3000), (384, 384, 3), stride=2),
+    "conv1d 64-64 k3 batch 8": _conv_case((8, 64, 256), (64, 64, 3)),
+    "conv1d 4-8 k3 of 16": _conv_case((2, 4, 16), (8, 4, 3)),
+    "conv1d gradients 384 k3 s2": Case(
+        _conv_gradients, [(1, 384, 750), (1, 384, 1500), (384, 384, 3)], "convolutions"
+    ),
+    "conv1d depthwise 1536 k4": _conv_case((1, 1536, 128), (1536, 1, 4), padding=3, groups=1536),
+}
+
+
+def region_of(case: Case) -> Region:
+    """Capture a case as one region."""
+    inputs = [torch.zeros(shape) for shape in case.shapes]
+    with torch.no_grad():
+        graph = make_fx(case.function, decomposition_table=decomposition_table())(*inputs)
+    parts = partition(capture_aot(graph), load_capabilities(NPU_LOCAL.compile.capabilities))
+    (segment,) = parts.regions
+    return extract_region(segment, ())
+
+
+def compiled(name: str, when: str) -> bytes:
+    """Compile a case in a process of its own, whose flags are not those of others."""
+    case, target = CASES[name], NPU_LOCAL.compile
+    if when == BEFORE and case.without == "peeling":
+        flags = [flag for flag in iree_session._GLOBAL_FLAGS if flag != _PEELING]
+        iree_session._GLOBAL_FLAGS = tuple(flags)
+    elif when == BEFORE:
+        target = replace(target, rewrites=tuple(r for r in target.rewrites if r != case.without))
+    return compile_program(Program.of(region_of(case)), target).vmfb
+
+
+def call_of(vmfb: bytes, region: Region, inputs: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """Load a module; give a call that waits for its results."""
+    device = open_device(NPU_LOCAL)
+    artifact = Artifact(region.name, vmfb, {ENTRY: EntryPoint(region.signature)})
+    function = Executable(device, artifact).functions[ENTRY]
+    handles = [device.put(tensor) for tensor in inputs]
+
+    def call() -> None:
+        for result in function(*handles):
+            result.wait()
+
+    return call
+
+
+def measure(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Time calls in turn: milliseconds a call, by round; short ones are repeated."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            started, count = time.perf_counter(), 0
+            while (elapsed := time.perf_counter() - started) < 0.02 or not count:
+                call()
+                count += 1
+            times[name].append(elapsed / count * 1e3)
+    return times
+
+
+def main() -> None:
+    """Measure the cases that were asked for and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", help="how their names begin")
+    parser.add_argument("--rounds", type=int, default=9)
+    args = parser.parse_args()
+    names = [n for n in CASES if not args.cases or n.startswith(tuple(args.cases))]
+    print(f"{'case':28} {'eager':>10} {'before':>10} {'after':>10} {'after/before':>13} (ms)")
+    processes = multiprocessing.get_context("spawn")
+    for name in names:
+        torch.manual_seed(0)
+        case, region = CASES[name], region_of(CASES[name])
+        inputs = [torch.randn(shape) for shape in case.shapes]
+        calls: dict[str, Callable[[], Any]] = {"eager": lambda c=case, i=inputs: c.function(*i)}  # type: ignore[misc]
+        for when in (BEFORE, AFTER):
+            with processes.Pool(1) as pool:
+                calls[when] = call_of(pool.apply(compiled, (name, when)), region, inputs)
+        with torch.no_grad():
+            times = measure(calls, args.rounds)
+        medians = " ".join(f"{statistics.median(values):10.3f}" for values in times.values())
+        ratios = [a / b for a, b in zip(times[AFTER], times[BEFORE], strict=True)]
+        print(f"{name:28} {medians} {statistics.median(ratios):13.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
