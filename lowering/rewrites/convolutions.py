@@ -7,7 +7,7 @@ Of a convolution along one dimension, IREE's CPU code is 9 to 25 times as slow a
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -139,7 +139,7 @@ def _put_back(
 ) -> torch.Tensor:
     """Add up what `_windows` takes apart: `[N, C, size]`."""
     (step,), (pad,), (apart,) = (of_each(v, 1) for v in (stride, padding, dilation))
-    whole = []
+    whole: list[torch.Tensor] = []
     for place, part in enumerate(parts):
         wide = spread(part, 2, step)
         start = apart * place - pad
@@ -168,7 +168,7 @@ def _by_channel(pieces: Sequence[torch.Tensor], weight: torch.Tensor) -> torch.T
     return functools.reduce(torch.add, products)
 
 
-REWRITES = {
+REWRITES: Mapping[Any, Callable[..., Any]] = {
     aten.convolution.default: convolution,
     aten.convolution_backward.default: convolution_backward,
 }
