@@ -96,6 +96,11 @@ CASES = {
     "conv1d gradients 384 k3 s2": Case(
         _conv_gradients, [(1, 384, 750), (1, 384, 1500), (384, 384, 3)], "convolutions"
     ),
+    "conv2d depthwise 576 of 14": Case(
+        lambda x, w: functional.conv2d(x, w, None, 1, 1, 1, 576),
+        [(1, 576, 14, 14), (576, 1, 3, 3)],
+        "convolutions",
+    ),
     "conv1d depthwise 1536 k4": _conv_case((1, 1536, 128), (1536, 1, 4), padding=3, groups=1536),
 }
 

@@ -1,12 +1,14 @@
 """Convolutions as matrix products and as sums, for code generators that do these better.
 
-Of a convolution along one dimension, IREE's CPU code is 9 to 25 times as slow as eager's
-(`ci/bench_rewrites.py`).
+IREE's CPU code of a convolution along one dimension is 9 to 25 times as slow as eager's, and that
+of one of each channel by itself up to 13 times as slow as these (`ci/bench_rewrites.py`).
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +35,7 @@ def convolution(
     output_padding: Sequence[int],
     groups: int,
 ) -> Any:
-    """Rewrite `aten.convolution` along one dimension.
+    """Rewrite `aten.convolution` along one dimension, or of each channel by itself.
 
     Before: %y = convolution(%x, %w, %b, ...)          with %x of [N, C, L], %w of [F, C, K]
     After:  %c = cat([slice(%x, 2, 0, ...), slice(%x, 2, 1, ...), ...], 1)       [N, K * C, M]
@@ -44,23 +46,26 @@ def convolution(
     After:  %y = slice(%x, 2, 0, ...) * %w[:, 0, 0] + slice(%x, 2, 1, ...) * %w[:, 0, 1] + ...
 
     Args:
-        x: `[N, C, L]`, of floats.
-        weight: `[F, C / groups, K]`.
+        x: `[N, C, L]`, or `[N, C, H, W]` where each channel is by itself; of floats.
+        weight: `[F, C / groups, ...]`.
         bias: `[F]` or None.
         stride, padding, dilation: of the window.
         transposed: left as it is.
         output_padding: of transposed ones.
         groups: 1, or C and F.
     """
-    features, channels = weight.shape[0], x.shape[1]
-    is_by_channel = groups == channels == features
-    if transposed or not _pays(x, weight) or not (groups == 1 or is_by_channel):
+    if transposed or not _is_small(x, weight):
         return _UNCHANGED
+    window = weight.shape[2:], stride, padding, dilation
     wide, wide_weight = _wide(x), _wide(weight)
-    pieces = _windows(wide, weight.shape[2], stride, padding, dilation)
-    y = _by_channel(pieces, wide_weight) if is_by_channel else _product(pieces, wide_weight)
+    if groups == x.shape[1] == weight.shape[0] and x.dim() < 5:
+        y = _by_channel(_windows(wide, *window), wide_weight)
+    elif groups == 1 and x.dim() == 3:
+        y = _product(_windows(wide, *window), wide_weight)
+    else:
+        return _UNCHANGED
     if bias is not None:
-        y = y + bias.to(y.dtype).unsqueeze(-1)
+        y = y + bias.to(y.dtype).view(-1, *[1] * (x.dim() - 2))
     return y.to(x.dtype)
 
 
@@ -85,7 +90,7 @@ def convolution_backward(
             %gx = the sum of the K parts of %1, each put where its place of the window stood
             %gb = sum(%g, [0, 2])
     """
-    if transposed or groups != 1 or not _pays(x, weight):
+    if transposed or groups != 1 or x.dim() != 3 or not _is_small(x, weight):
         return _UNCHANGED
     kinds = x.dtype, weight.dtype
     gradient, x, weight = _wide(gradient), _wide(x), _wide(weight)
@@ -96,7 +101,7 @@ def convolution_backward(
         parts = [columns.narrow(1, i * channels, channels) for i in range(places)]
         of_x = _put_back(parts, x.shape[2], stride, padding, dilation).to(kinds[0])
     if output_mask[1]:
-        pieces = _windows(x, places, stride, padding, dilation)
+        pieces = _windows(x, [places], stride, padding, dilation)
         columns = torch.cat(pieces, 1).transpose(0, 1).reshape(places * channels, -1)
         whole = torch.mm(gradient.transpose(0, 1).reshape(features, -1), columns.t())
         of_weight = whole.view(features, places, channels).permute(0, 2, 1).to(kinds[1])
@@ -105,10 +110,11 @@ def convolution_backward(
     return of_x, of_weight, of_bias
 
 
-def _pays(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    if x.dim() != 3 or not x.dtype.is_floating_point or 0 in (*x.shape, *weight.shape):
+def _is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Say whether all places of a window can be written out."""
+    if not x.dtype.is_floating_point or 0 in (*x.shape, *weight.shape):
         return False
-    return weight.shape[2] <= _MOST_PLACES
+    return math.prod(weight.shape[2:]) <= _MOST_PLACES
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -117,17 +123,25 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def _windows(
     x: torch.Tensor,
-    places: int,
+    kernel: Sequence[int],
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> list[torch.Tensor]:
-    """Give for each place of a window what is there, wherever it stands: `[N, C, M]` each."""
-    (step,), (pad,), (apart,) = (of_each(v, 1) for v in (stride, padding, dilation))
-    padded = aten.constant_pad_nd.default(x, [pad, pad], 0) if pad else x
-    beyond = padded.shape[2] - apart * (places - 1)
-    starts = [apart * place for place in range(places)]
-    return [aten.slice.Tensor(padded, 2, start, start + beyond, step) for start in starts]
+    """Give for each place of a window what is there, wherever it stands: `[N, C, ...]` each."""
+    rank = x.dim() - 2
+    steps, pads, apart = (of_each(v, rank) for v in (stride, padding, dilation))
+    amounts = [amount for pad in reversed(pads) for amount in (pad, pad)]
+    padded = aten.constant_pad_nd.default(x, amounts, 0) if any(pads) else x
+    pieces = []
+    for place in itertools.product(*map(range, kernel)):
+        piece = padded
+        for d in range(rank):
+            start = apart[d] * place[d]
+            end = start + padded.shape[2 + d] - apart[d] * (kernel[d] - 1)
+            piece = aten.slice.Tensor(piece, 2 + d, start, end, steps[d])
+        pieces.append(piece)
+    return pieces
 
 
 def _put_back(
@@ -164,7 +178,9 @@ def _product(pieces: Sequence[torch.Tensor], weight: torch.Tensor) -> torch.Tens
 
 
 def _by_channel(pieces: Sequence[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
-    products = [piece * weight[:, :, place] for place, piece in enumerate(pieces)]
+    sizes = -1, *[1] * (weight.dim() - 2)
+    places = weight.flatten(1).unbind(1)
+    products = [p * w.view(sizes) for p, w in zip(pieces, places, strict=True)]
     return functools.reduce(torch.add, products)
 
 

@@ -100,6 +100,27 @@ def test_it_keeps_dtype_nan_and_infinity(dtype: torch.dtype, groups: int) -> Non
     assert_same(rewritten(x, weight), convolve(x, weight))
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_each_channel_by_itself_in_two_dimensions(data: st.DataObject) -> None:
+    def pair(low: int, high: int) -> list[int]:
+        return data.draw(st.lists(st.integers(low, high), min_size=2, max_size=2))
+
+    kernel, stride, padding, dilation = pair(1, 3), pair(1, 2), pair(0, 2), pair(1, 2)
+    x, weight = torch.randn(2, 3, *pair(4, 7)).double(), torch.randn(3, 1, *kernel).double()
+
+    def convolve(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.conv2d(x, weight, None, stride, padding, dilation, 3)
+
+    try:
+        expected = convolve(x, weight)
+    except RuntimeError:  # the window is larger than the input
+        assume(False)
+    rewritten = rewrite(graph_of(convolve, x, weight), TARGET)
+    assert "aten.convolution.default" not in ops(rewritten)
+    assert_same(rewritten(x, weight), expected)
+
+
 def test_a_target_lists_its_rewrites() -> None:
     x, weight = torch.randn(1, 4, 9), torch.randn(4, 4, 3)
     graph = graph_of(torch.conv1d, x, weight)
