@@ -82,6 +82,16 @@ def remainder(x: torch.Tensor, y: torch.Tensor) -> Any:
     return torch.remainder(x.to(torch.int32), y.to(torch.int32)).to(torch.uint8)
 
 
+def cast(x: torch.Tensor, dtype: torch.dtype) -> Any:
+    """Decompose the cast of floats to unsigned integers: eager's is by way of signed ones.
+
+    Of negative numbers, which the direct cast leaves open, so comes their remainder by 256.
+    """
+    if dtype is not torch.uint8 or not x.dtype.is_floating_point:
+        return _UNCHANGED
+    return x.to(torch.int64).to(torch.uint8)
+
+
 def total(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
     """Decompose `aten.sum` into that over all dimensions; unsigned integers are made wider."""
     wide = x.to(dtype or torch.int64) if x.dtype is torch.uint8 else x
@@ -252,6 +262,7 @@ DECOMPOSITIONS = {
     aten.sum.dim_IntList: total_dim,
     aten.var.correction: var,
     aten.var_mean.correction: var_mean,
+    torch.ops.prims.convert_element_type.default: cast,
 }
 
 

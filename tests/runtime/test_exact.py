@@ -48,6 +48,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
         ),
         (SCALAR,),
     ),
+    "negative floats as unsigned integers": (
+        lambda x, y: (x.to(torch.uint8), y.to(torch.uint8), y.double().to(torch.uint8)),
+        (FLOATS.bfloat16(), torch.linspace(-300, 300, 37)),
+    ),
     "nothing": (
         lambda x, y: (torch.cat([x, y * 2, x]), x.repeat(2, 3), (x @ y.T).sum(), x.view(4, 0)),
         (NOTHING, FLOATS),
