@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import time
@@ -175,6 +176,7 @@ def run_models(args: argparse.Namespace) -> None:
             case = f"{name} x{batch}"
             if case not in run["cases"]:
                 run["cases"][case] = suite.as_json(suite.measure(name, batch, plan))
+                run.setdefault("load_average", {})[case] = os.getloadavg()
                 print(report.table({case: run["cases"][case]}), flush=True)
             if args.json:
                 args.json.write_text(json.dumps(run, indent=1))

@@ -100,7 +100,7 @@ class Entry:
             size = head["source_bytes"]
             source = _decompressed(data[:size]).decode()
             features = tuple(head["cpu_features"])
-            tuning = head.get("tuning")
+            tuning = dict(head["tuning"]) if head.get("tuning") is not None else None
             key, flags = dict(head["key"]), tuple(head["flags"])
             return cls(key, flags, data[size:], source, features, tuning)
         except (KeyError, TypeError, zlib.error) as error:

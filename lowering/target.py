@@ -16,11 +16,13 @@ class Candidate:
         name: for records and reports, e.g. `channels-last`.
         flags: the whole `iree-compile` flag set.
         is_quick: whether `tune="quick"` tries it, too.
+        traits: what a region has (`lowering.traits`) for which it makes a difference.
     """
 
     name: str
     flags: FlagSet
     is_quick: bool = False
+    traits: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)

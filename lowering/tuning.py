@@ -147,7 +147,11 @@ class Tuning:
             toolchain: compiles them.
         """
         started = time.perf_counter()
-        others = [c for c in self.candidates(target, toolchain.flags) if c.flags != default.flags]
+        others = [
+            c
+            for c in self.candidates(target, toolchain.flags)
+            if c.flags != default.flags and c.traits <= program.traits
+        ]
         modules, trials = {DEFAULT: default}, {DEFAULT: Trial(name=DEFAULT, flags=default.flags)}
         for candidate, (built, ms) in zip(
             others, _compiled(default, others, toolchain), strict=True

@@ -64,13 +64,19 @@ _IM2COL = ("--iree-global-opt-use-im2col-for-convs",)
 _DISPATCH_TILED = (*_LLVM_CPU, "--iree-opt-level=O2", "--iree-dispatch-creation-data-tiling")
 
 _CPU_FLAG_SETS = (_UKERNELS, _O3, _LLVM_CPU)
+_CONVOLUTION = frozenset({"convolution"})
 _CPU_CANDIDATES = (
     Candidate(name="ukernels", flags=_UKERNELS, is_quick=True),
     Candidate(name="tiled", flags=_TILED),
     Candidate(name="dispatch-tiled", flags=_DISPATCH_TILED, is_quick=True),
-    Candidate(name="im2col", flags=(*_UKERNELS, *_IM2COL), is_quick=True),
-    Candidate(name="channels-last", flags=(*_UKERNELS, *_CHANNELS_LAST), is_quick=True),
-    Candidate(name="channels-last-untiled", flags=(*_O3, *_CHANNELS_LAST)),
+    Candidate(name="im2col", flags=(*_UKERNELS, *_IM2COL), is_quick=True, traits=_CONVOLUTION),
+    Candidate(
+        name="channels-last",
+        flags=(*_UKERNELS, *_CHANNELS_LAST),
+        is_quick=True,
+        traits=_CONVOLUTION,
+    ),
+    Candidate(name="channels-last-untiled", flags=(*_O3, *_CHANNELS_LAST), traits=_CONVOLUTION),
     Candidate(name="o3", flags=_O3, is_quick=True),
     Candidate(name="none", flags=_LLVM_CPU),
 )
@@ -78,7 +84,7 @@ _CPU_CANDIDATES = (
 _CPU_CHOICES = (
     Choice(traits=frozenset({"depthwise"}), candidates=("channels-last", "im2col")),
     Choice(traits=frozenset({"pointwise"}), candidates=("im2col",)),
-    Choice(traits=frozenset({"convolution"}), candidates=("channels-last", "im2col")),
+    Choice(traits=_CONVOLUTION, candidates=("channels-last", "im2col")),
 )
 _CPU: dict[str, Any] = {
     "flag_sets": _CPU_FLAG_SETS,

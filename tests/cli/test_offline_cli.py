@@ -13,7 +13,9 @@ import torch
 
 import npu_iree
 from command import Ended, end, invoke, start
+from lowering.cache import ArtifactCache
 from lowering.pipeline import STAGES
+from lowering.tuning import TuningRecord
 from tolerances import assert_same
 
 Command = Callable[..., Ended]
@@ -56,7 +58,17 @@ HELP = {
     (): ["compile", "run", "inspect", "bench", "Compile models ahead of time, into a .vmfb that"],
     ("compile",): [
         *("[NAME=]SOURCE", "--output", "--target", "--cpu", "--dynamic", "INPUT:DIM[=MIN..MAX]"),
-        *("--params", "irpa", "safetensors", "embed", "--flag", "--host-ops", "forbid", "allow"),
+        *(
+            "--params",
+            "irpa",
+            "safetensors",
+            "embed",
+            "--flag",
+            "--tune",
+            "--host-ops",
+            "forbid",
+            "allow",
+        ),
         *("--bundle", "--import", "--json", "--verify", "--stop-after", *(s.name for s in STAGES)),
         *("Exit codes: 0 done; 1 another error;", "3 ops that the target cannot run;"),
     ],
@@ -222,3 +234,28 @@ def test_no_compiler_is_told_before_anything_is_done(
     assert (done.code, done.out) == (11, "")
     assert "torch-mlir: verified 20261001, found not installed" in done.err
     assert "exporting" not in done.err
+
+
+def test_tuning_is_measured_kept_and_shown(
+    command: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPU_IREE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "240")
+    source = (f"{folder}/mine.py:model", "-o", tmp_path / "tuned.vmfb", "--tune", "quick")
+    made = command("compile", *source, "--dynamic", "x:0=1..9", "--verify", "--json")
+    assert made.code == 0, made.err
+    entries = ArtifactCache(tmp_path / "cache").entries()
+    ((path, record),) = [
+        (path, TuningRecord.from_json(entry.tuning)) for path, entry in entries if entry.tuning
+    ]
+    (taken,) = [t for t in record.trials if t.name == record.winner]
+    assert tuple(made.json()["flags"]) == taken.flags
+    assert [t.problem for t in record.trials] == [""] * len(record.trials)
+    shown = command("cache", "tuning", path.stem)
+    assert all(trial.name in shown.out for trial in record.trials)
+    assert f"quick: {record.winner} was taken" in shown.out
+    assert record.winner in command("cache", "ls").out
+    (plain,) = [path for path, entry in entries if not entry.tuning]
+    refused = command("cache", "tuning", plain.stem)
+    assert (refused.code, "was not tuned" in refused.err) == (1, True)
+    assert command("compile", *source, "--cpu", "x86-64-v3").code == 2
