@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from lowering.convolution import spread
-from lowering.halves import HALVES
+from lowering.decompositions.convolution import spread
+from lowering.decompositions.halves import HALVES
 from lowering.sizes import of_each
 
 aten = torch.ops.aten

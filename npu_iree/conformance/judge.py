@@ -11,8 +11,8 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
+from lowering.decompositions.halves import HALVES
 from lowering.dtypes import DTYPES
-from lowering.halves import HALVES
 from npu_iree.conformance.cases import LOOSER, Case, database
 from npu_iree.conformance.observe import observed, over
 from npu_iree.conformance.pool import Progress

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowering.batch_norm import batch_norm
+from lowering.decompositions.batch_norm import batch_norm
 from tolerances import assert_same
 
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lowering import convolution
+from lowering.decompositions import convolution
 
 aten = torch.ops.aten
 

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from lowering.exact import pad
+from lowering.decompositions.exact import pad
 
 
 def test_padding_that_takes_away() -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lowering import pooling
+from lowering.decompositions import pooling
 
 aten = torch.ops.aten
 

@@ -9,18 +9,11 @@ from typing import Any
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
 
-from lowering import (
-    attention,
-    batch_norm,
-    convolution,
-    exact,
-    indexing,
-    pooling,
-    randomness,
-)
-from lowering.halves import with_halves
-from lowering.scalars import with_scalars
-from lowering.views import split_with_sizes, view
+from lowering import randomness
+from lowering.decompositions import attention, batch_norm, convolution, exact, indexing, pooling
+from lowering.decompositions.halves import with_halves
+from lowering.decompositions.scalars import with_scalars
+from lowering.decompositions.views import split_with_sizes, view
 
 aten = torch.ops.aten
 OpOverload = torch._ops.OpOverload
