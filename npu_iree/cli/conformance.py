@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from lowering.dtypes import DTYPES
+from npu_iree.cli.dtype import F32, DTypes
 from npu_iree.cli.pattern import Filter
 from npu_iree.conformance import report
 from npu_iree.conformance.cases import EVERYTHING, cases
@@ -28,13 +28,12 @@ app = typer.Typer(
     no_args_is_help=True, help="Prove a target against PyTorch's own table of operators."
 )
 console = Console()
-F32 = ["f32"]
 
 
 @app.command("ops")
 def ops(
     target: Annotated[str, typer.Option(help="an installed target")] = "npu-local",
-    dtype: Annotated[list[str], typer.Option(help=f"one of {', '.join(DTYPES)}")] = F32,
+    dtype: DTypes = F32,
     filter_: Filter = EVERYTHING,
     samples: Annotated[str, typer.Option(help="sample inputs of an entry, or all")] = "4",
     device: Annotated[
@@ -53,8 +52,6 @@ def ops(
     if device not in ("compile", "npu"):
         raise OptionError(f"--device is compile or npu, not {device!r}")
     find_target(target)
-    if unknown := [d for d in dtype if d not in DTYPES]:
-        raise OptionError(f"no dtype {', '.join(unknown)}; there are {', '.join(DTYPES)}")
     count = 0 if samples == "all" else _count(samples)
     try:
         trained = () if forward_only else ("f32",)

@@ -10,22 +10,20 @@ from rich.console import Console
 from rich.progress import Progress
 
 from lowering.dtypes import DTYPES
+from npu_iree.cli.dtype import F32, DTypes
 from npu_iree.errors import OptionError
 from npu_iree.settings import Settings
 
 console = Console()
-F32 = ["f32"]
 
 
 def prebuild_command(
     target: Annotated[str, typer.Option(help="an installed target")] = "npu-local",
-    dtype: Annotated[list[str], typer.Option(help=f"one of {', '.join(DTYPES)}")] = F32,
+    dtype: DTypes = F32,
     rank: Annotated[int, typer.Option(min=1, max=4, help="most dimensions of a tensor")] = 3,
     jobs: Annotated[int, typer.Option("-j", "--jobs", min=1, help="ops at the same time")] = 4,
 ) -> None:
     """Compile the kernels of common eager ops, so that a first session on "npu" does not wait."""
-    if unknown := [d for d in dtype if d not in DTYPES]:
-        raise OptionError(f"no dtype {', '.join(unknown)}; there are {', '.join(DTYPES)}")
     if Settings.read().cache is None:
         raise OptionError("NPU_IREE_CACHE is off, so there is nowhere to keep kernels")
     from npu_iree.torch_device.prebuild import prebuild

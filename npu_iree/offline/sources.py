@@ -43,7 +43,7 @@ class Example:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
-def load_programs(source: str, dynamic: list[str]) -> dict[str, ExportedProgram]:
+def load_programs(source: str, dynamic: Sequence[str]) -> dict[str, ExportedProgram]:
     """Export what a source names.
 
     Args:
@@ -103,7 +103,7 @@ def import_modules(names: Sequence[str]) -> None:
         _import(name)
 
 
-def source_record(sources: list[str]) -> dict[str, str]:
+def source_record(sources: Sequence[str]) -> dict[str, str]:
     """Return what an artifact says of its sources: their names, and the SHA-256 of the files."""
     record = {"sources": " ".join(sources)}
     for source in sources:
@@ -207,7 +207,7 @@ def _example(place: str, made: Any) -> Example:
     )
 
 
-def _export(entry: str, example: Example, dynamic: list[str]) -> ExportedProgram:
+def _export(entry: str, example: Example, dynamic: Sequence[str]) -> ExportedProgram:
     try:
         with torch.no_grad():
             return torch.export.export(
@@ -222,7 +222,7 @@ def _export(entry: str, example: Example, dynamic: list[str]) -> ExportedProgram
         raise SourceError(f"torch.export cannot export {entry!r}: {_first_line(error)}") from error
 
 
-def _dynamic_shapes(example: Example, dynamic: list[str]) -> dict[str, Any] | None:
+def _dynamic_shapes(example: Example, dynamic: Sequence[str]) -> dict[str, Any] | None:
     """Write `--dynamic` as torch.export wants it; which sizes are equal it finds out itself."""
     if not dynamic:
         return None

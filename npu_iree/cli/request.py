@@ -1,0 +1,192 @@
+"""What `npu-iree compile` was asked for: checked as a whole, then made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from npu_iree.errors import OptionError
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+    from npu_iree.offline.build import BuildOptions
+
+
+class Params(StrEnum):
+    """Where parameters go; `split` is `irpa`."""
+
+    SPLIT = "split"
+    IRPA = "irpa"
+    SAFETENSORS = "safetensors"
+    EMBED = "embed"
+
+
+class Tune(StrEnum):
+    """How many of the target's candidate settings are measured."""
+
+    OFF = "off"
+    QUICK = "quick"
+    FULL = "full"
+
+
+class HostOps(StrEnum):
+    """Whether the host may run what the target cannot."""
+
+    FORBID = "forbid"
+    ALLOW = "allow"
+
+
+_STORES: dict[Params, Literal["irpa", "safetensors", "embed"]] = {
+    Params.SPLIT: "irpa",
+    Params.IRPA: "irpa",
+    Params.SAFETENSORS: "safetensors",
+    Params.EMBED: "embed",
+}
+# What is made -> the options that would have no effect on it.
+_WITHOUT = {
+    "a bundle": ("--stop-after", "--cpu", "--params"),
+    "a stage's product": ("--verify", "--params", "--tune"),
+    "an artifact from IR": ("--stop-after", "--dynamic", "--params", "--verify", "--tune"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileRequest:
+    """The options of `npu-iree compile`, by the names that they have there."""
+
+    sources: Sequence[str]
+    output: Path
+    target: str
+    cpu: str | None
+    dynamic: Sequence[str]
+    params: Params
+    stop_after: str | None
+    flags: Sequence[str]
+    tune: Tune
+    host_ops: HostOps
+    bundle: bool
+    verify: bool
+
+    def check(self) -> None:
+        """Refuse options that would have no effect, before anything is compiled.
+
+        Raises:
+            OptionError: there are such options, or there is no such stage.
+        """
+        from lowering.pipeline import STAGES
+
+        stages = [s.name for s in STAGES]
+        if self.stop_after is not None and self.stop_after not in stages:
+            raise OptionError(f"no stage {self.stop_after!r}; there are: {', '.join(stages)}")
+        if self.host_ops is HostOps.ALLOW and not self.bundle:
+            raise OptionError("an artifact has no host: --host-ops allow goes with --bundle")
+        if self._is_from_ir and (len(self.sources) > 1 or self.bundle):
+            raise OptionError("an IR file is compiled alone, and not into a bundle")
+        made = {
+            "a bundle": self.bundle,
+            "a stage's product": self.stop_after is not None,
+            "an artifact from IR": self._is_from_ir,
+        }
+        for what in (name for name, is_made in made.items() if is_made):
+            if useless := [option for option in _WITHOUT[what] if option in self._given]:
+                raise OptionError(f"{what} has no {', '.join(useless)}")
+
+    def make(self, tell: Callable[[str], None]) -> dict[str, Any]:
+        """Write what was asked for; return what is to be told of it.
+
+        Args:
+            tell: is told what is about to be done.
+        """
+        if self.bundle:
+            return self._make_bundle()
+        from npu_iree.offline.build import write_artifact, write_stage
+        from npu_iree.offline.ir import write_from_ir
+
+        options, output = self._build_options(), self.output
+        options.check()
+        if self._is_from_ir:
+            return _told(output, write_from_ir(Path(self.sources[0]), output, options))
+        tell("exporting")
+        programs = self._programs()
+        tell("capturing")
+        if self.stop_after is not None:
+            write_stage(programs, output, self.stop_after, options)
+            size = output.stat().st_size
+            return {"output": str(output), "bytes": size, "stage": self.stop_after}
+        return _told(output, write_artifact(programs, output, options))
+
+    @property
+    def _is_from_ir(self) -> bool:
+        return any(source.endswith(".mlir") for source in self.sources)
+
+    @property
+    def _given(self) -> set[str]:
+        """Return the options that were given, of those that not everything has."""
+        given = {
+            "--stop-after": self.stop_after is not None,
+            "--cpu": self.cpu is not None,
+            "--dynamic": bool(self.dynamic),
+            "--params": self.params is not Params.SPLIT,
+            "--verify": self.verify,
+            "--tune": self.tune is not Tune.OFF,
+        }
+        return {option for option, is_given in given.items() if is_given}
+
+    def _build_options(self) -> BuildOptions:
+        from npu_iree.offline.build import BuildOptions
+        from npu_iree.offline.sources import source_record
+
+        return BuildOptions(
+            target=self.target,
+            cpu=self.cpu,
+            flags=tuple(self.flags),
+            tune=self.tune.value,
+            params=_STORES[self.params],
+            source=source_record(self.sources),
+        )
+
+    def _make_bundle(self) -> dict[str, Any]:
+        from npu_iree.offline.bundles import write_bundle
+
+        choices = {
+            "target": self.target,
+            "flags": list(self.flags),
+            "tune": self.tune.value,
+            "fallback": "error" if self.host_ops is HostOps.FORBID else "host",
+        }
+        return write_bundle(self.sources, self.output, choices, dynamic=bool(self.dynamic))
+
+    def _programs(self) -> dict[str, ExportedProgram]:
+        from npu_iree.offline.sources import load_programs
+
+        programs: dict[str, ExportedProgram] = {}
+        for source in self.sources:
+            for name, program in load_programs(source, self.dynamic).items():
+                if name in programs:
+                    raise OptionError(
+                        f"two entry points are called {name!r}; name them: a=one b=other"
+                    )
+                programs[name] = program
+        return programs
+
+
+def _told(output: Path, manifest: Any) -> dict[str, Any]:
+    beside = output.parent / manifest.parameter_file if manifest.parameter_file else None
+    return {
+        "output": str(output),
+        "bytes": output.stat().st_size,
+        "target": manifest.target,
+        "entries": {
+            name: {"inputs": [str(a) for a in call.arguments], "outputs": len(call.outputs)}
+            for name, call in manifest.entries.items()
+        },
+        "parameters": len(manifest.parameters),
+        "parameter_file": str(beside) if beside else "",
+        "parameter_bytes": beside.stat().st_size if beside else 0,
+        "cpu_features": list(manifest.cpu_features),
+        "flags": list(manifest.flags),
+    }
