@@ -11,7 +11,6 @@ those whom you would let run programs.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ from lowering.cache import SUFFIX as ENTRY_SUFFIX
 from lowering.cache import Entry, write_atomically
 from lowering.capture import CapturedGraph
 from lowering.cpu import missing_features
-from lowering.digest import text_digest
+from lowering.digest import bytes_digest, text_digest
 from lowering.errors import ArtifactError
 from lowering.key import CacheKey
 from lowering.record import GraphRecord, Healed
@@ -144,7 +143,7 @@ class Bundle:
     def _read(self, name: str) -> bytes:
         with open_archive(self.path) as archive:
             data = archive.read(name)
-        if _digest(data) != self._sums.get(name):
+        if bytes_digest(data) != self._sums.get(name):
             raise ArtifactError(self.path, f"its member {name!r} is not what its manifest says")
         return data
 
@@ -178,7 +177,7 @@ def write_bundle(path: Path, origin: Origin, graphs: Sequence[BuiltGraph]) -> No
         **asdict(origin),
         "graphs": [g.record.to_json() for g in {g.record.digest: g for g in graphs}.values()],
         "artifacts": {digest: dict(entry.parts) for digest, entry in sorted(entries.items())},
-        "files": {name: _digest(data) for name, data in members.items()},
+        "files": {name: bytes_digest(data) for name, data in members.items()},
     }
     first = {MANIFEST: json.dumps(manifest, indent=1).encode()}
     try:
@@ -219,7 +218,3 @@ def _graph_name(digest: str) -> str:
 
 def _artifact_name(digest: str) -> str:
     return f"artifacts/{digest}{ENTRY_SUFFIX}"
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()

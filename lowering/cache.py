@@ -8,7 +8,6 @@ so a reader sees all of it or nothing. What does not check is removed and rebuil
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -24,6 +23,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from lowering.digest import bytes_digest
 from lowering.errors import CancelledError
 from lowering.key import CacheKey
 from lowering.stages import CompileOptions
@@ -80,7 +80,7 @@ class Entry:
             "tuning": self.tuning,
         }
         body = json.dumps(head, sort_keys=True).encode() + b"\n" + source + self.vmfb
-        return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
+        return bytes_digest(body).encode() + b"\n" + body
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Entry:
@@ -90,7 +90,7 @@ class Entry:
             ValueError: it is damaged or of another format.
         """
         checksum, _, body = data.partition(b"\n")
-        if hashlib.sha256(body).hexdigest().encode() != checksum:
+        if bytes_digest(body).encode() != checksum:
             raise ValueError("its checksum does not match")
         line, _, data = body.partition(b"\n")
         try:

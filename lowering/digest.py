@@ -1,4 +1,4 @@
-"""What identifies texts, files and tensors: SHA-256 of their bytes."""
+"""What identifies bytes, texts, files and tensors: SHA-256."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from pathlib import Path
 import torch
 
 
+def bytes_digest(data: bytes | memoryview) -> str:
+    """Return the SHA-256 of bytes, in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()
+
+
 def text_digest(text: str) -> str:
     """Return the SHA-256 of a text, in hexadecimal."""
-    return hashlib.sha256(text.encode()).hexdigest()
+    return bytes_digest(text.encode())
 
 
 def file_digest(path: Path) -> str:
@@ -22,7 +27,7 @@ def file_digest(path: Path) -> str:
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Return the SHA-256 of a tensor's bytes, dense and in the order of its dimensions."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(data.numpy().data).hexdigest()
+    return bytes_digest(data.numpy().data)
 
 
 def is_same_value(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 from lowering.archive import ArchiveLimits, open_archive
+from lowering.digest import bytes_digest
 from lowering.errors import ArtifactError
 from lowering.manifest import MEMBER, Manifest
 
@@ -33,7 +33,7 @@ def pack(module: bytes, manifest: Manifest) -> bytes:
         manifest = replace(
             manifest,
             module_bytes=size,
-            module_sha256=hashlib.sha256(memoryview(module)[:size]).hexdigest(),
+            module_sha256=bytes_digest(memoryview(module)[:size]),
         )
         info = zipfile.ZipInfo(MEMBER, date_time=(1980, 1, 1, 0, 0, 0))
         archive.writestr(info, manifest.to_json(), zipfile.ZIP_DEFLATED)
@@ -50,7 +50,7 @@ def unpack(path: Path) -> tuple[Manifest, bytes]:
     manifest = read_manifest(path)
     with path.open("rb") as file:
         module = file.read(manifest.module_bytes)
-    if hashlib.sha256(module).hexdigest() != manifest.module_sha256:
+    if bytes_digest(module) != manifest.module_sha256:
         raise ArtifactError(path, "its module is damaged: the checksum does not match")
     return manifest, module
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -14,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from lowering.digest import text_digest
 from lowering.dtypes import DTYPE_NAMES, dtype_name
 from lowering.errors import NpuIreeError
 from lowering.sizes import is_static
@@ -85,7 +85,7 @@ class Capabilities:
             for r in self.limits
         ]
         text = json.dumps([ops, dict(self.host), rows], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return text_digest(text)
 
     def why_not(self, op: str, tensors: Iterable[torch.Tensor]) -> str | None:
         """Return why the target cannot run `op` on these tensors, or None if it can.
