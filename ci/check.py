@@ -16,7 +16,7 @@ STEPS = {
     "format": ["ruff", "format", "--check", "."],
     "lint": ["ruff", "check", "."],
     "types": ["mypy"],
-    "tests": ["pytest"],
+    "tests": ["pytest", "--durations=25"],
     "device": ["pytest", "tests/device"],  # a process that knows "npu" before its first backward
 }
 

@@ -26,11 +26,11 @@ def table() -> Capabilities:
 
 def test_some_ops_measured_anew_are_as_the_table_says() -> None:
     done = subprocess.run(
-        [sys.executable, "ci/measure_capabilities.py", "--check", "8"],
+        [sys.executable, "ci/measure_capabilities.py", "--check", "4"],
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "8 ops tried; 0 are not" in done.stdout
+    assert "4 ops tried; 0 are not" in done.stdout
 
 
 def test_it_was_measured_with_the_versions_that_are_installed() -> None:
