@@ -18,7 +18,7 @@ def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("target", ["npu-local", "npu-virtual"])
+@pytest.mark.parametrize("target", LOCAL_FIRST)
 def test_demo_prints_the_table_and_nothing_else(target: str, tmp_path: Path) -> None:
     done = run(COMMAND, "demo", "--target", target, "--layers", "1", NPU_IREE_DUMP=str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -50,6 +50,7 @@ def test_targets_and_settings_are_listed() -> None:
 
 
 SCRIPT = """
+from either import LOCAL_FIRST
 import torch, npu_iree
 layer = torch.nn.Linear(8, 8)
 compiled = torch.compile(layer, backend="npu_iree", options={"target": TARGET})

@@ -150,6 +150,7 @@ def run_with(**env: str) -> str:
     return err
 
 
+@pytest.mark.sweep
 def test_torch_logs_shows_one_line_a_compile(tmp_path: Path) -> None:
     for cache in ("0 hits, 1 misses", "1 hits, 0 misses"):
         err = run_with(TORCH_LOGS="npu_iree", NPU_IREE_CACHE=str(tmp_path))

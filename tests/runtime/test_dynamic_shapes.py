@@ -12,7 +12,14 @@ import torch
 import transformers
 from torch import nn
 
+from either import LOCAL_FIRST
 from tolerances import assert_same
+
+
+@pytest.fixture(params=LOCAL_FIRST)
+def target(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
 
 VOCABULARY = 64
 # 20 shapes (batch, sequence); the first two differ, so that no size is taken for a constant.
@@ -76,6 +83,7 @@ def test_twenty_shapes_take_one_compile(
     assert len(set(compiles[settled:])) == 1
 
 
+@pytest.mark.sweep
 def test_training_takes_one_compile_for_all_shapes(counts: Counter[str]) -> None:
     torch.manual_seed(0)
     model = WithHostOp(bert()).train()

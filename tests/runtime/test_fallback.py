@@ -15,8 +15,15 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
+from either import LOCAL_FIRST
 from npu_iree import NpuIreeError, OptionError, StageError, UnsupportedOpError
 from tolerances import assert_same
+
+
+@pytest.fixture(params=LOCAL_FIRST)
+def target(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
 
 BAD_FLAGS = ["--iree-hal-target-backends=nonsense"]
 

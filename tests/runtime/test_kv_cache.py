@@ -11,14 +11,27 @@ import pytest
 import torch
 
 import npu_iree
+from either import LOCAL_FIRST
 from models.generation import LENGTH, PROMPT, TOKENS, generate, llama
 from npu_iree.transfers import Ledger
 from tolerances import assert_same
 
+
+@pytest.fixture(params=LOCAL_FIRST)
+def target(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 SHAPE = (1, 2, LENGTH, 16)  # of a layer's keys
 
 
-@pytest.mark.parametrize("disabled", [[], ["aten.sigmoid"]], ids=["all", "host op"])
+@pytest.mark.parametrize(
+    "disabled",
+    [
+        pytest.param([], id="all"),
+        pytest.param(["aten.sigmoid"], id="host op", marks=pytest.mark.sweep),
+    ],
+)
 def test_static_cache_generation_gives_eagers_tokens(
     disabled: list[str], counts: Counter[str]
 ) -> None:

@@ -137,7 +137,9 @@ def planned(program: Program, mask: frozenset[str]) -> tuple[Partition, Plan]:
     return compiler_for(Options.parse({"disabled_ops": mask})).plan(capture_aot(graph))
 
 
-@pytest.mark.parametrize("target", ["npu-local", "npu-virtual"])
+@pytest.mark.parametrize(
+    "target", [pytest.param("npu-local", marks=pytest.mark.sweep), "npu-virtual"]
+)
 @settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(program=programs(), mask=masks)
 def test_every_mask_gives_eagers_numbers(

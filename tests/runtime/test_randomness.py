@@ -13,7 +13,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import npu_iree
+from either import LOCAL_FIRST
 from tolerances import assert_same
+
+
+@pytest.fixture(params=LOCAL_FIRST)
+def target(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
 
 N = 64  # of the square tensors whose statistics are looked at
 

@@ -82,6 +82,7 @@ def test_a_failing_worker_sends_one_op_to_the_host_once(
     assert not {"compiles", "healed_ops", "cache_misses"} & counts.keys()
 
 
+@pytest.mark.sweep
 def test_processes_that_fail_at_once_end_well_and_the_next_does_not_ask(tmp_path: Path) -> None:
     cache = {"NPU_IREE_CACHE": str(tmp_path)}
     faulty = {"NPU_IREE_FAULT": fault("torch-to-linalg", "kill"), **cache}

@@ -13,11 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from either import LOCAL_FIRST
 from npu_iree import NpuIreeError
 from tolerances import assert_same
 
 
-@pytest.fixture(params=["npu-local", pytest.param("npu-virtual", marks=pytest.mark.sweep)])
+@pytest.fixture(params=LOCAL_FIRST)
 def trainer(request: pytest.FixtureRequest) -> str:
     """A target; where memory is discrete, what trains differs from other tests in time only."""
     return str(request.param)
