@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from either import LOCAL_FIRST
+
 COMMAND = str(Path(sys.executable).parent / "npu-iree")
 
 
@@ -50,7 +52,6 @@ def test_targets_and_settings_are_listed() -> None:
 
 
 SCRIPT = """
-from either import LOCAL_FIRST
 import torch, npu_iree
 layer = torch.nn.Linear(8, 8)
 compiled = torch.compile(layer, backend="npu_iree", options={"target": TARGET})
