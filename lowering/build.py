@@ -150,9 +150,8 @@ class Builder:
         if self.tuning is None:
             return self._run_stages(program, dump, key)
         plain = replace(self, tuning=None)
-        default = plain._load(plain.program_key(program)) or plain._compile(
-            program, plain.program_key(program)
-        )
+        plain_key = plain.program_key(program)
+        default = plain._load(plain_key) or plain._compile(program, plain_key)
         if isinstance(default, StageError):
             return default
         self._count("tuned_regions", 1)
