@@ -65,11 +65,12 @@ def _widening(op: Any, otherwise: Decomposition | None) -> Decomposition:
         dtype = kwargs.get("dtype")
         if dtype in HALVES:
             kwargs = {**kwargs, "dtype": None}
-        result = op(*pytree.tree_map_only(torch.Tensor, _wide, args), **kwargs)
+        result = op(*pytree.tree_map_only(torch.Tensor, widened, args), **kwargs)
         return result.to(dtype or half)
 
     return decomposed
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return halves as f32, and any other tensor as it is."""
     return tensor.float() if tensor.dtype in HALVES else tensor

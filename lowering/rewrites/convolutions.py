@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lowering.decompositions.convolution import spread
-from lowering.decompositions.halves import HALVES
+from lowering.decompositions.halves import widened
 from lowering.sizes import of_each
 
 aten = torch.ops.aten
@@ -57,7 +57,7 @@ def convolution(
     if transposed or not _is_small(x, weight):
         return _UNCHANGED
     window = weight.shape[2:], stride, padding, dilation
-    wide, wide_weight = _wide(x), _wide(weight)
+    wide, wide_weight = widened(x), widened(weight)
     if groups == x.shape[1] == weight.shape[0] and x.dim() < 5:
         y = _by_channel(_windows(wide, *window), wide_weight)
     elif groups == 1 and x.dim() == 3:
@@ -93,7 +93,7 @@ def convolution_backward(
     if transposed or groups != 1 or x.dim() != 3 or not _is_small(x, weight):
         return _UNCHANGED
     kinds = x.dtype, weight.dtype
-    gradient, x, weight = _wide(gradient), _wide(x), _wide(weight)
+    gradient, x, weight = widened(gradient), widened(x), widened(weight)
     features, channels, places = weight.shape
     of_x = of_weight = of_bias = None
     if output_mask[0]:
@@ -115,10 +115,6 @@ def _is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:
     if not x.dtype.is_floating_point or 0 in (*x.shape, *weight.shape):
         return False
     return math.prod(weight.shape[2:]) <= _MOST_PLACES
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in HALVES else tensor
 
 
 def _windows(
