@@ -136,6 +136,8 @@ class Device:
         with self._lock:
             self._in_flight.append((point, nbytes))
             self._in_flight_bytes += nbytes
+            if len(self._in_flight) * 4 < limit and self._in_flight_bytes * 4 < limit_bytes:
+                return  # asking the oldest each time costs more than to ask many now and then
             self._forget_ended()
             full = len(self._in_flight) > limit or self._in_flight_bytes > limit_bytes
             oldest = self._in_flight[0][0] if full and len(self._in_flight) > 1 else None

@@ -115,12 +115,12 @@ class Function:
         """
         inputs = hal.VmVariantList(len(args) + 2)
         executable, device = self._executable, self._device
-        points = [p for p in executable._bound if not p.is_reached()]
+        points = [p for p in executable._bound if not p.is_reached()] if executable._bound else []
         for arg in args:
             if isinstance(arg, DeviceArray):
                 inputs.push_ref(arg._view)
-                if not arg.ready._reached:
-                    points.append(arg.ready)
+                if not (ready := arg.ready)._reached:
+                    points.append(ready)
             elif isinstance(arg, float):
                 inputs.push_float(arg)
             else:

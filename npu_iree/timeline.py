@@ -18,7 +18,7 @@ from npu_iree.errors import DeviceError, DeviceTimeoutError
 NO_WAIT: Any = hal.HalFence(0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Work:
     """What a piece of device work is, for whoever sees it fail.
 

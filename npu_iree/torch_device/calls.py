@@ -27,29 +27,31 @@ class _Leaf:
     index: int
 
 
-def scan(value: Any, is_number: bool, key: list[Any], leaves: list[Any]) -> None:
-    """Take one argument apart: tensors, and numbers that travel as such, are leaves.
+def scan(
+    values: Iterable[Any], are_numbers: Iterable[bool], key: list[Any], leaves: list[Any]
+) -> None:
+    """Take arguments apart: tensors, and numbers that travel as such, are leaves.
 
     Args:
-        value: the argument.
-        is_number: whether it is a number that travels as a tensor, if it is a number.
+        values: the arguments.
+        are_numbers: of each, whether it travels as a tensor if it is a number.
         key: takes what calls of one kernel have in common.
         leaves: takes the leaves.
     """
-    if isinstance(value, torch.Tensor):
-        key += (value.dtype, value.shape, value.stride(), value.storage_offset(), value.is_cpu)
-        leaves.append(value)
-        return
-    kind = type(value)
-    key.append(kind)
-    if kind is list or kind is tuple:
-        key.append(len(value))
-        for item in value:
-            scan(item, False, key, leaves)
-    elif is_number and _travels(value):
-        leaves.append(value)
-    else:
-        key.append(value if kind is not float else repr(value))
+    for value, is_number in zip(values, are_numbers, strict=False):
+        if isinstance(value, torch.Tensor):
+            key += (value.dtype, value.shape, value.stride(), value.storage_offset(), value.is_cpu)
+            leaves.append(value)
+            continue
+        kind = type(value)
+        key.append(kind)
+        if kind is list or kind is tuple:
+            key.append(len(value))
+            scan(value, itertools.repeat(False), key, leaves)
+        elif is_number and _travels(value):
+            leaves.append(value)
+        else:
+            key.append(value if kind is not float else repr(value))
 
 
 def _travels(value: Any) -> bool:

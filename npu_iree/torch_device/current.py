@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
@@ -67,22 +67,22 @@ def device() -> Device:
     return CURRENT.device
 
 
-Place = tuple[tuple[CodeType, int], ...]
+Place = tuple[Any, ...]  # code and offset of each frame, one after the other
 
 
 def frames(depth: int = 12) -> Place:
     """Return where we were called from, innermost first: as cheap as it can be told later."""
-    found: list[tuple[CodeType, int]] = []
+    found: list[CodeType | int] = []
     frame = sys._getframe(2)
-    while frame is not None and len(found) < depth:
-        found.append((frame.f_code, frame.f_lasti))
+    while frame is not None and len(found) < 2 * depth:
+        found += (frame.f_code, frame.f_lasti)
         frame = frame.f_back  # type: ignore[assignment]
     return tuple(found)
 
 
 def line_of(place: Place) -> str:
     """Say which line of the user's a place is: `file:line in function`, or nothing."""
-    for code, offset in place:
+    for code, offset in _frames_of(place):
         if not code.co_filename.startswith(_OURS):
             return f"{code.co_filename}:{_line(code, offset)} in {code.co_name}"
     return ""
@@ -93,7 +93,7 @@ def stack_of(place: Place) -> list[str]:
     ours = _OURS[1:]
     return [
         f"{code.co_filename}:{_line(code, offset)} in {code.co_name}"
-        for code, offset in place
+        for code, offset in _frames_of(place)
         if not code.co_filename.startswith(ours)
     ]
 
@@ -101,6 +101,10 @@ def stack_of(place: Place) -> list[str]:
 def user_line() -> str:
     """Return the line of the user's code that we are in."""
     return line_of(frames(_DEPTH))
+
+
+def _frames_of(place: Place) -> Iterator[tuple[CodeType, int]]:
+    return zip(place[::2], place[1::2], strict=True)
 
 
 def _line(code: CodeType, offset: int) -> int:

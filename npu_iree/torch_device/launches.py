@@ -12,11 +12,12 @@ from npu_iree.torch_device.current import Place, line_of, stack_of
 class Launch(Work):
     """A call of eager mode, and where it was launched from, which is only worked out if asked."""
 
+    __slots__ = ("place",)
+    place: Place
+
     def __init__(self, name: str, place: Place) -> None:
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "place", place)
-
-    place: Place
 
     @property
     def ops(self) -> tuple[str, ...]:

@@ -93,19 +93,22 @@ class EagerOp:
             for a in self.op._schema.arguments
         }
 
+    @cached_property
+    def _are_numbers(self) -> list[bool]:
+        return [self._is_number[name] for name in self._names]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call."""
         key: list[Any] = []
         leaves: list[Any] = []
-        is_number, outs = self._is_number, self._outs
-        for name, value in zip(self._names, args, strict=False):
-            scan(value, is_number[name], key, leaves)
+        outs = self._outs
+        scan(args, self._are_numbers, key, leaves)
         for name, value in kwargs.items():
             key.append(name)
             if name in outs:
                 key += (value.dtype, value.shape, value.stride(), value.storage_offset())
             else:
-                scan(value, is_number[name], key, leaves)
+                scan((value,), (self._is_number[name],), key, leaves)
         try:
             ready = self._calls.get(tuple(key))
         except TypeError:  # a constant without a hash
@@ -215,14 +218,14 @@ class _Ready:
             return args[0]
         if self.is_out:
             return self._write(bound, handles, outs)
-        tensors = iter(
-            [
-                new_tensor(o.shape, o.strides, o.dtype, array)
-                for o, array in zip(bound.outputs, handles, strict=True)
-            ]
-        )
-        values = [next(tensors) if kept else None for kept in self.results.kept]
-        return values if self.results.is_list else values[0]
+        tensors = [
+            new_tensor(o.shape, o.strides, o.dtype, array)
+            for o, array in zip(bound.outputs, handles, strict=True)
+        ]
+        if not self.results.is_list:
+            return tensors[0]
+        rest = iter(tensors)
+        return [next(rest) if kept else None for kept in self.results.kept]
 
     def _write(
         self, bound: Bound, handles: Sequence[DeviceArray], outs: Sequence[torch.Tensor]
