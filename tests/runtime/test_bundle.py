@@ -36,7 +36,13 @@ Members = dict[str, bytes]
 
 @pytest.mark.parametrize(
     ("name", "hits"),
-    [("host-op", 3), ("graph-break", 2), ("dynamic", 2), ("other-weights", 1), ("training", 2)],
+    [
+        ("host-op", 3),
+        ("graph-break", 2),
+        ("training", 2),
+        pytest.param("dynamic", 2, marks=pytest.mark.sweep),
+        pytest.param("other-weights", 1, marks=pytest.mark.sweep),
+    ],
 )
 def test_what_one_process_saves_another_runs_without_a_compiler(
     name: str, hits: int, tmp_path: Path, runtime_only_python: Path

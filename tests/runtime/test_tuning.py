@@ -185,6 +185,7 @@ def test_results_that_tell_nothing_choose_nothing(compile_function: Callable[...
     assert all("no finite results" in trial.problem for trial in trials.values())
 
 
+@pytest.mark.sweep
 def test_a_second_process_does_not_tune_again(tmp_path: Path) -> None:
     options = '--options={"tune": "quick"}'
     first = run("cases", "f32", options, NPU_IREE_CACHE=str(tmp_path))
