@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -192,3 +195,27 @@ def test_copy_budget_raises_before_the_copy(target: str) -> None:
     with npu_iree.copy_budget(waits=0), pytest.raises(npu_iree.HostCopyError, match="waits"):
         compiled(x)
     torch.testing.assert_close(compiled(x), expected)
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy of Linux")
+def test_who_waits_does_not_take_the_cpu_of_who_ends_the_wait(target: str) -> None:
+    """Else IREE's wait spins until its time slice is over, on a CPU that a worker is pinned to."""
+    device = npu_iree.open_device(target)
+    gate = device.gate()
+    array = device.put(torch.ones(3), after=gate.point)
+    policies: list[int] = []
+
+    def wait() -> None:
+        array.wait()
+        policies.append(os.sched_getscheduler(0))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert thread.native_id is not None
+    deadline = time.monotonic() + 30
+    while os.sched_getscheduler(thread.native_id) != os.SCHED_BATCH:
+        assert time.monotonic() < deadline, "it waits with the policy that it had"
+        time.sleep(0.001)
+    gate.open()
+    thread.join()
+    assert policies == [os.SCHED_OTHER], "afterwards it has its own policy again"
