@@ -12,6 +12,7 @@ import argparse
 import multiprocessing
 import statistics
 import time
+import unittest.mock
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,7 +25,7 @@ from lowering.abi import ENTRY
 from lowering.artifact import Artifact, EntryPoint
 from lowering.capabilities import load_capabilities
 from lowering.capture import capture_aot
-from lowering.decompositions import decomposition_table
+from lowering.decompositions import attention, decomposition_table
 from lowering.partition import partition
 from lowering.pipeline import compile_program
 from lowering.program import Program
@@ -45,7 +46,7 @@ class Case:
     Attributes:
         function: of tensors.
         shapes: of its arguments.
-        without: `peeling`, or the name of a rewrite.
+        without: `peeling`, `blocks` of attention, or the name of a rewrite.
     """
 
     function: Callable[..., Any]
@@ -89,6 +90,9 @@ CASES = {
     "attention 197": Case(
         functional.scaled_dot_product_attention, [(1, 12, 197, 64)] * 3, "peeling"
     ),
+    "attention 1500 in blocks": Case(
+        functional.scaled_dot_product_attention, [(1, 8, 1500, 64)] * 3, "blocks"
+    ),
     "conv1d 80-384 k3": _conv_case((1, 80, 3000), (384, 80, 3)),
     "conv1d 384-384 k3 s2": _conv_case((1, 384, 3000), (384, 384, 3), stride=2),
     "conv1d 64-64 k3 batch 8": _conv_case((8, 64, 256), (64, 64, 3)),
@@ -105,8 +109,11 @@ CASES = {
 }
 
 
-def region_of(case: Case) -> Region:
+def region_of(case: Case, when: str = AFTER) -> Region:
     """Capture a case as one region."""
+    if when == BEFORE and case.without == "blocks":
+        with unittest.mock.patch.object(attention, "_BLOCK_BYTES", float("inf")):
+            return region_of(case)
     inputs = [torch.zeros(shape) for shape in case.shapes]
     with torch.no_grad():
         graph = make_fx(case.function, decomposition_table=decomposition_table())(*inputs)
@@ -123,7 +130,7 @@ def compiled(name: str, when: str) -> bytes:
         iree_session._GLOBAL_FLAGS = tuple(flags)
     elif when == BEFORE:
         target = replace(target, rewrites=tuple(r for r in target.rewrites if r != case.without))
-    return compile_program(Program.of(region_of(case)), target).vmfb
+    return compile_program(Program.of(region_of(case, when)), target).vmfb
 
 
 def call_of(vmfb: bytes, region: Region, inputs: Sequence[torch.Tensor]) -> Callable[[], None]:
