@@ -121,9 +121,10 @@ class Device:
             self._refuse()
         views, points = self.memory.fetch([a._view for a in arrays], [a.ready for a in arrays])
         wait_all(points, timeout_s)
-        for point in self.order() if self.order is not None else ():
-            with contextlib.suppress(DeviceError):
-                point.wait(timeout_s)
+        if self.order is not None:
+            for point in self.order():
+                with contextlib.suppress(DeviceError):
+                    point.wait(timeout_s)
         return [self._as_tensor(v, a.dtype) for v, a in zip(views, arrays, strict=True)]
 
     def _as_tensor(self, view: object, dtype: torch.dtype) -> torch.Tensor:

@@ -97,18 +97,20 @@ def overlapping(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor])
     i = -len(others)
     for tensor in (*others, *tensors):  # of every call: nothing is called that can be written out
         if nbytes := tensor.nbytes:
-            start = _data_address(tensor) + tensor.storage_offset() * tensor.element_size()
+            start = _data_address(tensor)
+            if offset := tensor.storage_offset():
+                start += offset * tensor.element_size()
             spans.append((start, start + nbytes, i))
         i += 1
     spans.sort()
-    found: set[int] = set()
+    found: list[int] = []
     last_end, last = -1, -1
     for start, end, i in spans:
         if start < last_end:
-            found.add(max(i, last))
+            found.append(max(i, last))
         if end > last_end:
             last_end, last = end, i
-    return sorted(i for i in found if i >= 0)
+    return sorted({i for i in found if i >= 0}) if found else found
 
 
 def bytes_at(address: int, nbytes: int, owner: object) -> Any:

@@ -192,7 +192,7 @@ def wait_all(points: Iterable[Timepoint], timeout_s: float | None = None) -> Non
         DeviceTimeoutError: as `Timepoint.wait`.
     """
     fence, ahead = joined(points)
-    if len(ahead) > 1:
+    if len(ahead) > 1:  # one wait; then each point knows that it is reached
         names = ", ".join(p.work.name for p in ahead)
         Timepoint(fence, Work(names), ahead).wait(timeout_s)
     for point in ahead:
