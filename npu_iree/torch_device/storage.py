@@ -20,6 +20,7 @@ from npu_iree.memory import ELEMENT_TYPES
 from npu_iree.timeline import NOW, Timepoint
 from npu_iree.torch_device import account
 from npu_iree.torch_device.current import device
+from npu_iree.torch_device.donations import Donation
 from npu_iree.transfers import Transfer, is_watched, record
 
 aten = torch.ops.aten
@@ -56,13 +57,38 @@ def handle_of(tensor: torch.Tensor) -> DeviceArray:
     storage: Any = tensor.untyped_storage()
     handle: DeviceArray | None = getattr(storage, "npu_handle", None)
     if handle is None:
-        handle = storage.npu_handle = allocate(storage.nbytes())
+        handle = storage.npu_handle = held_by(storage) or allocate(storage.nbytes())
+    return handle
+
+
+def held_by(storage: Any) -> DeviceArray | None:
+    """Return the handle of a storage, or None if nothing has been written to it.
+
+    Raises:
+        DonatedTensorError: a call has taken its bytes over.
+    """
+    handle: DeviceArray | None = getattr(storage, "npu_handle", None)
+    if handle is None and (donation := getattr(storage, "npu_donation", None)) is not None:
+        raise donation.error()
     return handle
 
 
 def set_handle(tensor: torch.Tensor, handle: DeviceArray) -> None:
-    """Give a tensor's storage other bytes; `handle` is dense and holds all of them."""
-    tensor.untyped_storage().npu_handle = handle  # type: ignore[attr-defined]
+    """Give a tensor's storage other bytes; `handle` is dense and holds all of them.
+
+    Raises:
+        DonatedTensorError: a call has taken its bytes over.
+    """
+    storage: Any = tensor.untyped_storage()
+    if getattr(storage, "npu_handle", None) is None:
+        held_by(storage)
+    storage.npu_handle = handle
+
+
+def give_away(tensor: torch.Tensor, donation: Donation) -> None:
+    """Let a tensor's storage hold nothing any more; whoever uses it is told."""
+    storage: Any = tensor.untyped_storage()
+    storage.npu_handle, storage.npu_donation = None, donation
 
 
 def whole(tensor: torch.Tensor) -> bool:
@@ -161,6 +187,6 @@ def resize(
 def grow(tensor: torch.Tensor) -> None:
     """Let the handle of a storage that has become larger hold all of it."""
     storage: Any = tensor.untyped_storage()
-    handle: DeviceArray | None = getattr(storage, "npu_handle", None)
+    handle = held_by(storage)
     if handle is not None and handle.nbytes < storage.nbytes():
         storage.npu_handle = _grown(handle, storage.nbytes())
