@@ -8,7 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -211,10 +211,12 @@ def _compile_aot(
     views = graphs.prepare(graph_module)
     captured = capture_aot(graph_module, weights, source.names if is_same else (), kind)
     written, captured = captured.written, graphs.placed(captured)
+    captured = replace(captured, donated=frozenset(captured.inputs[i] for i in donated.names))
     runner: Callable[[list[Any]], list[Any]]
     with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
         try:
-            runner = compile_graph(captured, options, source.cause, source.caller).run
+            loaded = compile_graph(captured, options, source.cause, source.caller)
+            runner, donated = loaded.run, donated.reused_by(loaded.plan)
         except NotCompiledError as error:
             if options.compile != "eager":
                 raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch._guards import TracingContext
 from torch.utils import _pytree as pytree
 
 from lowering.nodes import view_root
+from lowering.plan import Plan
 from npu_iree.compiled_call import wrapper_locals
 from npu_iree.errors import OptionError
 from npu_iree.options import near
@@ -40,11 +41,19 @@ class Donated:
         function: what is compiled, as its user calls it.
         names: what the user calls each input that is given away, by its position in the graph.
         count: how many inputs the graph has.
+        reused: those whose memory is overwritten with a result.
     """
 
     function: str = ""
     names: Mapping[int, str] = field(default_factory=dict)
     count: int = 0
+    reused: frozenset[int] = frozenset()
+
+    def reused_by(self, plan: Plan) -> Donated:
+        """Return the same, with what a plan's regions overwrite."""
+        given = {region.inputs[i].name for region in plan.regions.values() for i in region.given}
+        places = frozenset(i for i in self.names if plan.inputs[i] in given)
+        return replace(self, reused=places)
 
 
 NOTHING = Donated()

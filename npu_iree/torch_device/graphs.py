@@ -26,7 +26,14 @@ from npu_iree.torch_device.current import NAME, device, is_on_npu
 from npu_iree.torch_device.donations import Donation, call_place
 from npu_iree.torch_device.moves import read_in_order
 from npu_iree.torch_device.put import to_device
-from npu_iree.torch_device.storage import dense_strides, give_away, new_tensor
+from npu_iree.torch_device.storage import (
+    copied,
+    dense_strides,
+    give_away,
+    new_tensor,
+    set_unread,
+    unread,
+)
 
 aten = torch.ops.aten
 _CPU = torch.device("cpu")
@@ -176,16 +183,24 @@ class HandleRunner:
         Nothing waits but its host segments. What nobody else holds (activations that were saved for
         this backward pass, tensors that are donated) is freed when the last work that reads it ends.
         """
+        donated = self._donated
         given = [
-            arg if order is None else read_in_order(arg, order)
-            for arg, order in zip(args, self._orders, strict=True)
+            arg
+            if order is None
+            else _own(arg, order)
+            if i in donated.reused
+            else read_in_order(arg, order)
+            for i, (arg, order) in enumerate(zip(args, self._orders, strict=True))
         ]
+        given_away = [given[i]._view.get_buffer() for i in donated.reused]
         written = [args[position] for position in self._written]
-        if self._donated.names:
+        if donated.names:
             self._give_away(args)
         args.clear()
         results = self._runner(given)
         values = [_wrapped(r, o) for r, o in zip(results, self._outputs, strict=True)]
+        if given_away:
+            _mark_unread(values, results, given_away)
         count = len(values) - len(self._written)
         for argument, value in zip(written, values[count:], strict=True):
             if isinstance(value, torch.Tensor):
@@ -207,6 +222,21 @@ class HandleRunner:
                 raise refused(name, "it shares its memory with another argument of the call")
         for position, name in names.items():
             give_away(args[position], Donation(name, self._donated.function, place))
+
+
+def _own(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray:
+    """Return the bytes of a tensor for a region that overwrites them: nobody else has them."""
+    array = unread(tensor, order)
+    return copied(read_in_order(tensor, order)) if array is None else array
+
+
+def _mark_unread(values: Sequence[Any], results: Sequence[Any], given_away: Sequence[Any]) -> None:
+    """Mark the results that are the memory of an input which was overwritten, and no other is."""
+    handles = [r if isinstance(r, DeviceArray) else None for r in results]
+    buffers = [None if handle is None else handle._view.get_buffer() for handle in handles]
+    for value, handle, buffer in zip(values, handles, buffers, strict=True):
+        if buffer is not None and buffer in given_away and buffers.count(buffer) == 1:
+            set_unread(value, handle)
 
 
 def _wrapped(result: Any, output: tuple[tuple[int, ...], torch.dtype] | None) -> Any:
