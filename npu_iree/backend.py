@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from lowering.capture import CapturedGraph, capture_aot
 from npu_iree import bundles
 from npu_iree.aliasing import Aliases
-from npu_iree.aot import aot_backend
+from npu_iree.aot import allow_second_backward, aot_backend
 from npu_iree.cause import Cause
 from npu_iree.device import open_device
 from npu_iree.donation import NOTHING, Donated, donated_inputs, refuse_what_lives_on
@@ -206,6 +206,8 @@ def _compile_aot(
     is_same = kind == "inference" and len(source.inputs) == len(inputs)
     weights = _bindable_weights(source.inputs) if is_same and options.bind_weights else ()
     donated = source.donated if kind != "backward" else NOTHING
+    if kind == "forward":
+        allow_second_backward()
     if donated.names:
         refuse_what_lives_on(donated, graph_module, kind)
     views = graphs.prepare(graph_module)

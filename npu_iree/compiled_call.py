@@ -1,4 +1,4 @@
-"""The call of a compiled function that is on the stack: the wrapper that `torch.compile` returned."""
+"""The call of a compiled function on the stack: the wrapper that `torch.compile` returned."""
 
 from __future__ import annotations
 

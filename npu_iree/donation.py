@@ -1,4 +1,4 @@
-"""What the option `donate` means for one graph: which inputs a call gives away, and which cannot be.
+"""What the option `donate` means for one graph: which inputs its calls give away, or why not.
 
 The option names parameters of the compiled function. Dynamo's graph takes them apart (a list is an
 input for each tensor in it) and leaves out what it does not read.

@@ -180,16 +180,12 @@ class HandleRunner:
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run the graph on arguments that are taken out of their list.
 
-        Nothing waits but its host segments. What nobody else holds (activations that were saved for
-        this backward pass, tensors that are donated) is freed when the last work that reads it ends.
+        Nothing waits but its host segments. What nobody else holds (tensors that are donated,
+        activations saved for this backward pass) is freed when the last work that reads it ends.
         """
         donated = self._donated
         given = [
-            arg
-            if order is None
-            else _own(arg, order)
-            if i in donated.reused
-            else read_in_order(arg, order)
+            arg if order is None else (_own if i in donated.reused else read_in_order)(arg, order)
             for i, (arg, order) in enumerate(zip(args, self._orders, strict=True))
         ]
         given_away = [given[i]._view.get_buffer() for i in donated.reused]
@@ -232,10 +228,11 @@ def _own(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray:
 
 def _mark_unread(values: Sequence[Any], results: Sequence[Any], given_away: Sequence[Any]) -> None:
     """Mark the results that are the memory of an input which was overwritten, and no other is."""
-    handles = [r if isinstance(r, DeviceArray) else None for r in results]
-    buffers = [None if handle is None else handle._view.get_buffer() for handle in handles]
-    for value, handle, buffer in zip(values, handles, buffers, strict=True):
-        if buffer is not None and buffer in given_away and buffers.count(buffer) == 1:
+    pairs = zip(values, results, strict=True)
+    made = [(value, r, r._view.get_buffer()) for value, r in pairs if isinstance(r, DeviceArray)]
+    buffers = [buffer for _, _, buffer in made]
+    for value, handle, buffer in made:
+        if buffer in given_away and buffers.count(buffer) == 1:
             set_unread(value, handle)
 
 

@@ -116,6 +116,8 @@ def unread(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray | None:
 
 def copied(array: DeviceArray) -> DeviceArray:
     """Return the same bytes in memory that nobody else holds; the device copies them."""
+    if not array.nbytes:
+        return array
     target = array.device
     account.reserve(array.nbytes)
     buffer = target.hal.allocator.allocate_buffer(_DEVICE_LOCAL, _USAGE, array.nbytes)
