@@ -213,7 +213,7 @@ class _Function:
         local = getattr(path.pop(), "local_name", "")
         names = list(self.parameters)
         shown = source.name.replace(f"L[{local!r}]", local, 1)
-        if path and local not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+        if path and local in inspect.getargs(code)[1:]:
             key = path[-1].index  # `args[1]`, `kwargs["x"]`
             if isinstance(key, str):
                 return key, _place(names, key), key

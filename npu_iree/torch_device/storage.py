@@ -218,6 +218,7 @@ def resize(
         strides: the strides.
         storage: another storage for it, or None.
     """
+    held_by(storage or tensor.untyped_storage())
     offset = tensor.storage_offset() if storage is None else 0
     _set.redispatch(_META, tensor, storage or tensor.untyped_storage(), offset, shape, strides)
     grow(tensor)
