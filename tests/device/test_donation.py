@@ -137,16 +137,37 @@ def test_what_is_updated_is_updated_in_place_if_nobody_has_read_it(
 
 def updated(cache: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     new = torch.slice_scatter(cache, row, 0, 1, 2)
-    return new, new.clone()
+    return new, new.sum(0)
 
 
-def test_results_that_are_one_buffer_are_not_overwritten() -> None:
-    compiled, cache = donating(updated, "cache"), torch.zeros(3, 4)
-    first = compiled(cache.to(NPU), torch.ones(1, 4, device=NPU))
-    second = compiled(first[0], torch.full((1, 4), 2.0, device=NPU))
-    assert_same(first[1].cpu(), updated(cache, torch.ones(1, 4))[0])
-    assert_same(second[0].cpu(), updated(cache, torch.full((1, 4), 2.0))[0])
-    assert_same(second[1].cpu(), second[0].cpu())
+@pytest.mark.parametrize(
+    "piece",
+    [
+        lambda new: new.clone(),
+        lambda new: new + 0,
+        lambda new: new[1:3].clone(),
+        lambda new: new[1] * 1,
+        lambda new: new.reshape(2, -1).clone(),
+        lambda new: new.t().contiguous(),
+        lambda new: new.view(torch.int32).clone(),
+    ],
+)
+def test_results_that_may_be_the_same_memory_keep_their_values(piece: Use) -> None:
+    def step(cache: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        new = torch.slice_scatter(cache, row, 0, 1, 2)
+        return new, piece(new)
+
+    compiled, cache = donating(step, "cache"), torch.zeros(4, 4)
+    held, expected, found = cache.to(NPU), [], []
+    for i in range(4):
+        row = torch.full((1, 4), float(i))
+        cache, wanted = step(cache, row)
+        held, result = compiled(held, row.to(NPU))
+        expected.append(wanted)
+        found.append(result)
+    for wanted, result in zip(expected, found, strict=True):
+        assert_same(result.cpu(), wanted)
+    assert_same(held.cpu(), cache)
 
 
 def test_what_was_submitted_before_reads_the_old_bytes(device: Device) -> None:
