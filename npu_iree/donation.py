@@ -6,6 +6,7 @@ input for each tensor in it) and leaves out what it does not read.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,6 @@ from npu_iree.torch_device.current import is_on_npu
 log = logging.getLogger(__name__)
 _SHARES_MEMORY = (OutputType.alias_of_input, OutputType.is_input)
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_TOLD: set[CodeType] = set()
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,7 @@ def donated_inputs(
     function.check(wanted)
     reason: Any = graph_module.compile_subgraph_reason
     if reason is not None and reason.graph_break:
-        if frame.f_code not in _TOLD:
-            _TOLD.add(frame.f_code)
-            log.warning(_BROKEN, function.name, ", ".join(map(repr, wanted)))
+        _tell(_BROKEN, function.name, wanted)
         return NOTHING
     found: dict[int, str] = {}
     for i, node in enumerate(graph_module.graph.find_nodes(op="placeholder")):
@@ -94,6 +92,8 @@ def donated_inputs(
             if name in wanted or position in wanted:
                 _refuse_input(shown, inputs[i], frame.f_locals)
                 found[i] = shown
+    if not found:
+        _tell("%s reads no tensor of %s on the device, so none is donated", function.name, wanted)
     return Donated(function.name, found, len(inputs))
 
 
@@ -101,6 +101,11 @@ _BROKEN = (
     "%s has a graph break, after which it may still read its arguments: nothing is donated of %s "
     "(torch.compile(..., fullgraph=True) tells where it breaks)"
 )
+
+
+@functools.cache
+def _tell(message: str, function: str, wanted: Sequence[str | int]) -> None:
+    log.warning(message, function, ", ".join(map(repr, wanted)))
 
 
 def refuse_what_lives_on(donated: Donated, graph_module: fx.GraphModule, kind: str) -> None:

@@ -292,6 +292,17 @@ def test_nothing_is_donated_where_the_function_goes_on(caplog: pytest.LogCapture
     assert "broken has a graph break" in caplog.text
 
 
+def test_what_is_not_read_is_not_donated(caplog: pytest.LogCaptureFixture) -> None:
+    def idle(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return y + 1
+
+    a, b = torch.ones(3, device=NPU), torch.ones(3, device=NPU)
+    with caplog.at_level(logging.WARNING, "npu_iree"):
+        donating(idle, "x")(a, b)
+    assert a.tolist() == b.tolist() == [1, 1, 1]
+    assert "idle reads no tensor of 'x'" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
