@@ -41,6 +41,7 @@ class CapturedGraph:
         written: the inputs that are written to, in this order; the last outputs are the values.
         handles: those inputs that are on the device when a call begins.
         kept: those results that stay there.
+        donated: those of the handles that a call takes over: nobody reads them afterwards.
     """
 
     graph_module: fx.GraphModule
@@ -51,6 +52,7 @@ class CapturedGraph:
     written: tuple[fx.Node, ...] = ()
     handles: frozenset[fx.Node] = frozenset()
     kept: frozenset[fx.Node] = frozenset()
+    donated: frozenset[fx.Node] = frozenset()
 
     @property
     def nodes(self) -> tuple[fx.Node, ...]:

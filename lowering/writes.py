@@ -1,14 +1,33 @@
-"""Which arguments a region may overwrite: those that its call ends up writing to anyway."""
+"""Which arguments a region may overwrite: those that its call writes to anyway, or takes over."""
 
 from __future__ import annotations
 
 from torch import fx
 
-from lowering.nodes import FACTORY_OPS, MOVE_OPS, draws_random_numbers, is_one_of, view_root
+from lowering.nodes import (
+    FACTORY_OPS,
+    MOVE_OPS,
+    VIEW_OPS,
+    draws_random_numbers,
+    is_one_of,
+    view_root,
+)
 from lowering.partition import Partition
 from lowering.segments import DEVICE, Segment
 
 _SAFE_OPS = MOVE_OPS | FACTORY_OPS  # on the host, they do not fail
+# Their result is their first argument with some elements replaced: made in place, if that is given.
+_UPDATES = frozenset(
+    [
+        "aten._unsafe_index_put",
+        "aten.index_put",
+        "aten.scatter",
+        "aten.scatter_add",
+        "aten.scatter_reduce",
+        "aten.select_scatter",
+        "aten.slice_scatter",
+    ]
+)
 
 
 def given_inputs(parts: Partition) -> dict[str, frozenset[fx.Node]]:
@@ -22,6 +41,10 @@ def given_inputs(parts: Partition) -> dict[str, frozenset[fx.Node]]:
     - neither a result nor a host segment, which may return what it reads, has the new value;
     - no op of the user's before the write, such as the inverse of a matrix, can still fail on the
       host when the region runs: eager would not have written then.
+
+    What a call takes over is another: nobody reads it afterwards, whatever becomes of the call. It
+    is given away to its only reader if some of it is replaced there, which IREE does in place, and
+    there is no host segment, which may keep what it reads.
 
     Returns:
         The inputs that each region is given, by its name.
@@ -40,7 +63,21 @@ def given_inputs(parts: Partition) -> dict[str, frozenset[fx.Node]]:
             continue
         if all(makers.get(user, maker) is maker for user in node.users):
             found[maker.name].add(node)
+    is_all_device = all(segment.space == DEVICE for segment in parts.segments)
+    for node in captured.donated - returned if is_all_device else ():
+        readers = {makers[user].name for user in node.users if user in makers}
+        if len(readers) == 1 and readers <= found.keys() and _is_updated(node):
+            found[readers.pop()].add(node)
     return {name: frozenset(nodes) for name, nodes in found.items()}
+
+
+def _is_updated(node: fx.Node) -> bool:
+    """Say whether some of a value is replaced, or of a view of it."""
+    return any(
+        is_one_of(user, _UPDATES) or (is_one_of(user, VIEW_OPS) and _is_updated(user))
+        for user in node.users
+        if user.args and user.args[0] is node
+    )
 
 
 def _reaches_host(value: fx.Node, makers: dict[fx.Node, Segment]) -> bool:

@@ -18,6 +18,7 @@ _PUBLIC = {
     "DeviceArray": "npu_iree.array",
     "DeviceError": "npu_iree.errors",
     "DeviceTimeoutError": "npu_iree.errors",
+    "DonatedTensorError": "npu_iree.errors",
     "HostCopyError": "npu_iree.errors",
     "KernelError": "npu_iree.errors",
     "Ledger": "npu_iree.transfers",

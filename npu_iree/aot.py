@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lowering.decompositions import decomposition_table
@@ -40,6 +41,17 @@ def aot_backend(
         partition_fn=_partition,
         keep_inference_input_mutations=True,
     )
+
+
+def allow_second_backward() -> None:
+    """Let a backward graph that is compiled in this context be called with `retain_graph=True`.
+
+    AOTAutograd refuses that where a backend may overwrite the activations that were saved. Ours
+    are freed when their last reader ends, if nobody else holds them; they are not overwritten.
+    """
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
 
 
 def _partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from lowering.capture import CapturedGraph, capture_aot
 from npu_iree import bundles
 from npu_iree.aliasing import Aliases
-from npu_iree.aot import aot_backend
+from npu_iree.aot import allow_second_backward, aot_backend
 from npu_iree.cause import Cause
 from npu_iree.device import open_device
+from npu_iree.donation import NOTHING, Donated, donated_inputs, refuse_what_lives_on
 from npu_iree.errors import NotCompiledError, NpuIreeError, OptionError
 from npu_iree.executable import Executable
 from npu_iree.frozen import can_freeze
@@ -73,7 +74,7 @@ def npu_iree(
         raise OptionError(f"mode={mode!r} belongs to Inductor; npu_iree takes options={{...}}")
     compilers = ("torch-mlir", "iree-base-compiler") if parsed.compile == "if_missing" else ()
     check_versions("torch", *compilers, "iree-base-runtime")
-    source = _Source.of(graph_module, example_inputs)
+    source = _Source.of(graph_module, example_inputs, parsed)
     compile_aot = functools.partial(_compile_aot, parsed, source)
     kinds = ("forward", "backward", "inference")
     backend = aot_backend(parsed, *(functools.partial(compile_aot, kind=kind) for kind in kinds))
@@ -128,11 +129,13 @@ class _Source:
     names: tuple[str, ...]
     caller: bundles.Caller | None
     cause: Cause
+    donated: Donated
 
     @classmethod
-    def of(cls, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> _Source:
+    def of(cls, graph_module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> _Source:
         names = input_names(graph_module)
-        return cls(tuple(inputs), names, bundles.caller(), Cause.now())
+        donated = donated_inputs(graph_module, inputs, options.donate)
+        return cls(tuple(inputs), names, bundles.caller(), Cause.now(), donated)
 
 
 def input_names(graph_module: fx.GraphModule) -> tuple[str, ...]:
@@ -202,27 +205,43 @@ def _compile_aot(
     """Compile a graph of AOTAutograd's into what it calls: a list of arguments in, a list out."""
     is_same = kind == "inference" and len(source.inputs) == len(inputs)
     weights = _bindable_weights(source.inputs) if is_same and options.bind_weights else ()
+    donated = source.donated if kind != "backward" else NOTHING
+    if kind == "forward":
+        allow_second_backward()
+    if donated.names:
+        refuse_what_lives_on(donated, graph_module, kind)
     views = graphs.prepare(graph_module)
     captured = capture_aot(graph_module, weights, source.names if is_same else (), kind)
     written, captured = captured.written, graphs.placed(captured)
-    runner: Callable[..., Any]
+    captured = replace(captured, donated=frozenset(captured.inputs[i] for i in donated.names))
+    runner: Callable[[list[Any]], list[Any]]
     with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
         try:
-            runner = compile_graph(captured, options, source.cause, source.caller)
+            loaded = compile_graph(captured, options, source.cause, source.caller)
+            runner, donated = loaded.run, donated.reused_by(loaded.plan)
         except NotCompiledError as error:
             if options.compile != "eager":
                 raise
             log.warning("a graph runs on PyTorch's CPU kernels, as compile='eager' says: %s", error)
-            runner = captured.run_eagerly
+            runner = _unboxed(captured.run_eagerly)
     if captured.handles or captured.kept:
-        runner = graphs.HandleRunner(runner, captured, written, views)
+        runner = graphs.HandleRunner(runner, captured, written, views, donated)
 
     def run(args: list[Any]) -> list[Any]:
-        results = list(runner(*args))
+        return list(runner(args))
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _unboxed(function: Callable[..., list[Any]]) -> Callable[[list[Any]], list[Any]]:
+    """Return a function that takes its arguments out of their list."""
+
+    def run(args: list[Any]) -> list[Any]:
+        results = function(*args)
         args.clear()
         return results
 
-    run._boxed_call = True  # type: ignore[attr-defined]
     return run
 
 

@@ -5,24 +5,20 @@ from __future__ import annotations
 import gc
 import inspect
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import CellType, FrameType
+from types import CellType
 from typing import Any
 
 import torch
 from torch._dynamo import eval_frame
 
 from lowering.bundle import BuiltGraph, Origin, needed_features, write_bundle
+from npu_iree.compiled_call import wrapper_locals
 from npu_iree.errors import NpuIreeError
-
-# The function that `torch.compile` returns (that of a module is its `forward`); it closes over
-# `self`, Dynamo's context of this one call of torch.compile, and `fn`, what is compiled.
-_WRAPPER = "compile_wrapper"
 
 
 @dataclass(frozen=True)
@@ -106,16 +102,10 @@ def save_bundle(compiled: Callable[..., Any], path: str | os.PathLike[str]) -> P
 def caller() -> Caller | None:
     """Return the call of torch.compile on whose behalf Dynamo asks for a graph now.
 
-    Its wrapper is on the stack: the innermost one, if a compiled function calls another. None: the
-    backend was called in another way.
+    None: the backend was called in another way.
     """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name == _WRAPPER and code.co_filename == eval_frame.__file__:
-            return _caller(frame.f_locals["self"], frame.f_locals["fn"])
-        frame = frame.f_back
-    return None
+    found = wrapper_locals()
+    return _caller(found["self"], found["fn"]) if found is not None else None
 
 
 def _caller_of(compiled: Any) -> Caller:

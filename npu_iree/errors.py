@@ -22,6 +22,7 @@ __all__ = [
     "CapabilityError",
     "DeviceError",
     "DeviceTimeoutError",
+    "DonatedTensorError",
     "HostCopyError",
     "HostOp",
     "InternalError",
@@ -95,3 +96,7 @@ class DeviceError(NpuIreeError):
 
 class DeviceTimeoutError(NpuIreeError, TimeoutError):
     """A wait ended before the device did; the work goes on, and one may wait again."""
+
+
+class DonatedTensorError(NpuIreeError, RuntimeError):
+    """A tensor is used after a call has taken its memory over."""

@@ -40,6 +40,8 @@ class Options:
         tune: measure the target's candidate settings for each region on the device, with made-up
             inputs, and keep the fastest that computes what the default does: `quick` tries those
             that often win, `full` all. What was found is kept in the cache.
+        donate: parameters of the compiled function, by name or position, whose tensors on "npu" a
+            call takes over: their memory is used again, and the caller's tensors are gone.
         compile_time_limit_s: seconds that one lowering stage of one region may take.
         compile_memory_limit_bytes: address space that it may take.
     """
@@ -55,6 +57,7 @@ class Options:
     bundle: Path | None = None
     compile: Literal["if_missing", "never", "eager"] = "if_missing"
     tune: Literal["off", "quick", "full"] = "off"
+    donate: tuple[str | int, ...] = ()
     compile_time_limit_s: float = 600.0
     compile_memory_limit_bytes: int = 8 << 30
 
@@ -69,7 +72,7 @@ class Options:
         names = [f.name for f in fields(cls)]
         for name in given:
             if name not in names:
-                raise OptionError(f"no option {name!r}.{_near(name, names)}")
+                raise OptionError(f"no option {name!r}.{near(name, names)}")
         parsed = cls(**{name: _CHECKS[name](name, value) for name, value in given.items()})
         if parsed.fallback == "error" and parsed.compile == "eager":
             raise OptionError(
@@ -90,7 +93,8 @@ class Options:
         return find_target(self.target)
 
 
-def _near(name: str, names: Iterable[str]) -> str:
+def near(name: str, names: Iterable[str]) -> str:
+    """Suggest the name that is like a wrong one, and list all there are."""
     names = sorted(names)
     near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -112,7 +116,7 @@ def _text(value: Any) -> str:
     if isinstance(value, frozenset):
         return ", ".join(sorted(value)) or "none"
     if isinstance(value, tuple):
-        return " ".join(value) or "none"
+        return " ".join(map(str, value)) or "none"
     if isinstance(value, Mapping):
         names = {str(op): getattr(f, "__qualname__", type(f).__name__) for op, f in value.items()}
         return ", ".join(f"{op}: {name}" for op, name in sorted(names.items())) or "none"
@@ -122,7 +126,7 @@ def _text(value: Any) -> str:
 def _one_of(*choices: str) -> Callable[[str, Any], str]:
     def check(name: str, value: Any) -> str:
         if value not in choices:
-            raise OptionError(f"option {name!r} cannot be {value!r}.{_near(value, choices)}")
+            raise OptionError(f"option {name!r} cannot be {value!r}.{near(value, choices)}")
         return str(value)
 
     return check
@@ -154,7 +158,7 @@ def _op_name(name: str, item: Any) -> str:
     for part in rest:
         if not hasattr(known, part):
             names = known.overloads() if hasattr(known, "overloads") else dir(known)
-            hint = _near(part, names).partition(" There are")[0]
+            hint = near(part, names).partition(" There are")[0]
             raise OptionError(f"option {name!r}: PyTorch has no op {item!r}.{hint}")
         known = getattr(known, part)
     return item
@@ -177,6 +181,19 @@ def _flags(name: str, value: Any) -> tuple[str, ...]:
     if not is_list or not all(isinstance(v, str) and v.startswith("--") for v in value):
         raise OptionError(f"option {name!r} is a list of flags that start with '--', not {value!r}")
     return tuple(value)
+
+
+def _parameters(name: str, value: Any) -> tuple[str | int, ...]:
+    if isinstance(value, (str, int)) or not isinstance(value, Iterable):
+        raise OptionError(f"option {name!r} is a list of names of parameters, not {value!r}")
+    found = tuple(value)
+    for item in found:
+        is_position = isinstance(item, int) and not isinstance(item, bool) and item >= 0
+        if not is_position and not (isinstance(item, str) and item):
+            raise OptionError(f"option {name!r}: {item!r} is no name or position of a parameter")
+        if found.count(item) > 1:
+            raise OptionError(f"option {name!r} names {item!r} twice: it can be given away once")
+    return found
 
 
 def _bool(name: str, value: Any) -> bool:
@@ -203,6 +220,7 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "bundle": _path,
     "compile": _one_of("if_missing", "never", "eager"),
     "tune": _one_of("off", "quick", "full"),
+    "donate": _parameters,
     "compile_time_limit_s": _positive,
     "compile_memory_limit_bytes": lambda name, value: int(_positive(name, value)),
 }

@@ -84,6 +84,13 @@ class Runner:
             DeviceError: device work failed; names the region, its ops and the user's lines.
             HostCopyError: a `copy_budget` forbids a copy or wait.
         """
+        return self.run(list(args))
+
+    def run(self, args: list[Any]) -> list[Any]:
+        """Run the plan once on arguments that are taken out of their list.
+
+        A handle that nobody else holds is freed after the last step that reads it.
+        """
         if len(args) != len(self.plan.inputs):
             raise InternalError(f"the graph takes {len(self.plan.inputs)} inputs, not {len(args)}")
         size = len(self._index)
@@ -97,6 +104,7 @@ class Runner:
         for index, tensor in self._constants:
             host[index] = tensor
         self._weights.refresh(args)
+        args.clear()
         environment = _Environment(host, handles, [])
         try:
             for step in self._steps:

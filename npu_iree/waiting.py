@@ -15,6 +15,7 @@ from npu_iree.device import Device
 from npu_iree.errors import DeviceTimeoutError
 from npu_iree.timeline import after_all
 from npu_iree.torch_device.current import is_on_npu
+from npu_iree.torch_device.storage import held_by
 from npu_iree.transfers import Transfer, is_watched, record
 
 
@@ -110,6 +111,6 @@ def _arrays(tree: Any) -> list[DeviceArray]:
         if isinstance(leaf, DeviceArray):
             found.append(leaf)
         elif is_on_npu(leaf):
-            handle = getattr(leaf.untyped_storage(), "npu_handle", None)
+            handle = held_by(leaf.untyped_storage())
             found += [handle] if handle is not None else []
     return found

@@ -18,13 +18,22 @@ from lowering.capture import CapturedGraph, attribute
 from lowering.nodes import view_root
 from lowering.region import memory_order
 from npu_iree.array import DeviceArray
+from npu_iree.donation import Donated, refused
 from npu_iree.errors import OptionError
 from npu_iree.options import Options
 from npu_iree.torch_device import account
 from npu_iree.torch_device.current import NAME, device, is_on_npu
+from npu_iree.torch_device.donations import Donation, call_place
 from npu_iree.torch_device.moves import read_in_order
 from npu_iree.torch_device.put import to_device
-from npu_iree.torch_device.storage import dense_strides, new_tensor
+from npu_iree.torch_device.storage import (
+    copied,
+    dense_strides,
+    give_away,
+    new_tensor,
+    set_unread,
+    unread,
+)
 
 aten = torch.ops.aten
 _CPU = torch.device("cpu")
@@ -139,12 +148,23 @@ class HandleRunner:
 
     def __init__(
         self,
-        runner: Callable[..., Sequence[Any]],
+        runner: Callable[[list[Any]], Sequence[Any]],
         captured: CapturedGraph,
         written: Sequence[fx.Node],
         views: dict[int, View],
+        donated: Donated,
     ) -> None:
+        """Make one.
+
+        Args:
+            runner: runs the graph on handles, which it takes out of their list.
+            captured: the graph.
+            written: the inputs that it writes to.
+            views: the results that are views of others.
+            donated: the inputs that a call gives away.
+        """
         self._runner = runner
+        self._donated = donated
         self._views = views
         self._written = [captured.inputs.index(node) for node in written]
         self._orders = [
@@ -157,21 +177,63 @@ class HandleRunner:
             for o in captured.outputs
         ]
 
-    def __call__(self, *args: Any) -> list[Any]:
-        """Run the graph; nothing waits but its host segments."""
+    def __call__(self, args: list[Any]) -> list[Any]:
+        """Run the graph on arguments that are taken out of their list.
+
+        Nothing waits but its host segments. What nobody else holds (tensors that are donated,
+        activations saved for this backward pass) is freed when the last work that reads it ends.
+        """
+        donated = self._donated
         given = [
-            arg if order is None else read_in_order(arg, order)
-            for arg, order in zip(args, self._orders, strict=True)
+            arg if order is None else (_own if i in donated.reused else read_in_order)(arg, order)
+            for i, (arg, order) in enumerate(zip(args, self._orders, strict=True))
         ]
-        results = self._runner(*given)
+        given_away = [given[i]._view.get_buffer() for i in donated.reused]
+        written = [args[position] for position in self._written]
+        if donated.names:
+            self._give_away(args)
+        args.clear()
+        results = self._runner(given)
         values = [_wrapped(r, o) for r, o in zip(results, self._outputs, strict=True)]
+        if given_away:
+            _mark_unread(values, results, given_away)
         count = len(values) - len(self._written)
-        for position, value in zip(self._written, values[count:], strict=True):
+        for argument, value in zip(written, values[count:], strict=True):
             if isinstance(value, torch.Tensor):
-                args[position].detach().copy_(value)
+                argument.detach().copy_(value)
         for i, view in self._views.items():
             values[i] = values[view.position].as_strided(view.shape, view.strides, view.offset)
         return values[:count]
+
+    def _give_away(self, args: Sequence[Any]) -> None:
+        """Let the arguments that are donated hold nothing any more.
+
+        Raises:
+            OptionError: one shares its memory with another argument; nothing has been given away.
+        """
+        names, place = self._donated.names, call_place()
+        storages = [a.untyped_storage()._cdata if is_on_npu(a) else None for a in args]
+        for position, name in names.items():
+            if storages.count(storages[position]) > 1:
+                raise refused(name, "it shares its memory with another argument of the call")
+        for position, name in names.items():
+            give_away(args[position], Donation(name, self._donated.function, place))
+
+
+def _own(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray:
+    """Return the bytes of a tensor for a region that overwrites them: nobody else has them."""
+    array = unread(tensor, order)
+    return copied(read_in_order(tensor, order)) if array is None else array
+
+
+def _mark_unread(values: Sequence[Any], results: Sequence[Any], given_away: Sequence[Any]) -> None:
+    """Mark the results that are the memory of an input which was overwritten, and no other is."""
+    pairs = zip(values, results, strict=True)
+    made = [(value, r, r._view.get_buffer()) for value, r in pairs if isinstance(r, DeviceArray)]
+    buffers = [buffer for _, _, buffer in made]
+    for value, handle, buffer in made:
+        if buffer in given_away and buffers.count(buffer) == 1:
+            set_unread(value, handle)
 
 
 def _wrapped(result: Any, output: tuple[tuple[int, ...], torch.dtype] | None) -> Any:

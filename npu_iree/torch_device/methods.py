@@ -15,7 +15,7 @@ import torch
 from npu_iree.torch_device import module
 from npu_iree.torch_device.current import NAME, is_on_npu
 from npu_iree.torch_device.fetch import on_host
-from npu_iree.torch_device.storage import new_tensor, resize
+from npu_iree.torch_device.storage import held_by, new_tensor, resize
 
 
 def register_methods() -> None:
@@ -61,7 +61,7 @@ def _clone_instead(clone: Callable[..., Any]) -> Callable[..., Any]:
     def cloned(self: torch.UntypedStorage) -> Any:
         if self.device.type != NAME:
             return clone(self)
-        handle = getattr(self, "npu_handle", None)  # its bytes never change: both may hold it
+        handle = held_by(self)  # its bytes never change: both may hold it
         return new_tensor((self.nbytes(),), (1,), torch.uint8, handle).untyped_storage()
 
     return cloned

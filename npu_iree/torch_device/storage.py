@@ -17,9 +17,10 @@ from iree.runtime import _binding as hal
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device
 from npu_iree.memory import ELEMENT_TYPES
-from npu_iree.timeline import NOW, Timepoint
+from npu_iree.timeline import NOW, Timepoint, Work, joined, new_fence, submitted
 from npu_iree.torch_device import account
 from npu_iree.torch_device.current import device
+from npu_iree.torch_device.donations import Donation
 from npu_iree.transfers import Transfer, is_watched, record
 
 aten = torch.ops.aten
@@ -56,13 +57,77 @@ def handle_of(tensor: torch.Tensor) -> DeviceArray:
     storage: Any = tensor.untyped_storage()
     handle: DeviceArray | None = getattr(storage, "npu_handle", None)
     if handle is None:
-        handle = storage.npu_handle = allocate(storage.nbytes())
+        handle = held_by(storage)
+        if handle is None:
+            handle = storage.npu_handle = allocate(storage.nbytes())
+    return handle
+
+
+def held_by(storage: Any) -> DeviceArray | None:
+    """Return the handle of a storage, or None if nothing has been written to it.
+
+    Raises:
+        DonatedTensorError: a call has taken its bytes over.
+    """
+    handle: DeviceArray | None = getattr(storage, "npu_handle", None)
+    if handle is None and (donation := getattr(storage, "npu_donation", None)) is not None:
+        raise donation.error()
+    if handle is None and (handle := getattr(storage, "npu_unread", None)) is not None:
+        storage.npu_handle, storage.npu_unread = handle, None
     return handle
 
 
 def set_handle(tensor: torch.Tensor, handle: DeviceArray) -> None:
-    """Give a tensor's storage other bytes; `handle` is dense and holds all of them."""
-    tensor.untyped_storage().npu_handle = handle  # type: ignore[attr-defined]
+    """Give a tensor's storage other bytes; `handle` is dense and holds all of them.
+
+    Raises:
+        DonatedTensorError: a call has taken its bytes over.
+    """
+    storage: Any = tensor.untyped_storage()
+    if getattr(storage, "npu_handle", None) is None:
+        held_by(storage)
+    storage.npu_handle = handle
+
+
+def give_away(tensor: torch.Tensor, donation: Donation) -> None:
+    """Let a tensor's storage hold nothing any more; whoever uses it is told."""
+    storage: Any = tensor.untyped_storage()
+    storage.npu_handle, storage.npu_unread, storage.npu_donation = None, None, donation
+
+
+def set_unread(tensor: torch.Tensor, handle: DeviceArray) -> None:
+    """Remember that nobody else holds the bytes that a storage has just got, until they are read.
+
+    What reads them may share them: a clone does, and so does a result that is equal.
+    """
+    storage: Any = tensor.untyped_storage()
+    storage.npu_handle, storage.npu_unread = None, handle
+
+
+def unread(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray | None:
+    """Return the bytes of a tensor in a memory order, if nobody has ever read them, else None."""
+    storage: Any = tensor.untyped_storage()
+    handle: DeviceArray | None = getattr(storage, "npu_unread", None)
+    shape = tuple(tensor.shape)
+    if handle is None or not whole(tensor) or dense_order(shape, tensor.stride()) != order:
+        return None
+    return shaped(handle, tuple(shape[d] for d in order), tensor.dtype)
+
+
+def copied(array: DeviceArray) -> DeviceArray:
+    """Return the same bytes in memory that nobody else holds; the device copies them."""
+    if not array.nbytes:
+        return array
+    target = array.device
+    account.reserve(array.nbytes)
+    buffer = target.hal.allocator.allocate_buffer(_DEVICE_LOCAL, _USAGE, array.nbytes)
+    view = hal.HalBufferView(buffer, array.shape, int(ELEMENT_TYPES[array.dtype]))
+    fence, ahead = joined([array.ready, target.start_point()])
+    signal = new_fence(target.hal)
+    target.hal.queue_copy(array._view.get_buffer(), buffer, fence, signal)
+    ready = submitted(Timepoint(signal, Work("a copy of what is donated"), ahead))
+    target.track(ready, array.nbytes)
+    return DeviceArray(target, view, array.shape, array.dtype, ready)
 
 
 def whole(tensor: torch.Tensor) -> bool:
@@ -153,6 +218,7 @@ def resize(
         strides: the strides.
         storage: another storage for it, or None.
     """
+    held_by(storage or tensor.untyped_storage())
     offset = tensor.storage_offset() if storage is None else 0
     _set.redispatch(_META, tensor, storage or tensor.untyped_storage(), offset, shape, strides)
     grow(tensor)
@@ -161,6 +227,6 @@ def resize(
 def grow(tensor: torch.Tensor) -> None:
     """Let the handle of a storage that has become larger hold all of it."""
     storage: Any = tensor.untyped_storage()
-    handle: DeviceArray | None = getattr(storage, "npu_handle", None)
+    handle = held_by(storage)
     if handle is not None and handle.nbytes < storage.nbytes():
         storage.npu_handle = _grown(handle, storage.nbytes())
