@@ -82,7 +82,7 @@ def frames(depth: int = 12) -> Place:
 
 def line_of(place: Place) -> str:
     """Say which line of the user's a place is: `file:line in function`, or nothing."""
-    for code, offset in _frames_of(place):
+    for code, offset in frames_of(place):
         if not code.co_filename.startswith(_OURS):
             return f"{code.co_filename}:{_line(code, offset)} in {code.co_name}"
     return ""
@@ -93,7 +93,7 @@ def stack_of(place: Place) -> list[str]:
     ours = _OURS[1:]
     return [
         f"{code.co_filename}:{_line(code, offset)} in {code.co_name}"
-        for code, offset in _frames_of(place)
+        for code, offset in frames_of(place)
         if not code.co_filename.startswith(ours)
     ]
 
@@ -103,7 +103,8 @@ def user_line() -> str:
     return line_of(frames(_DEPTH))
 
 
-def _frames_of(place: Place) -> Iterator[tuple[CodeType, int]]:
+def frames_of(place: Place) -> Iterator[tuple[CodeType, int]]:
+    """Give the frames of a place, innermost first: their code, and where in it they were."""
     return zip(place[::2], place[1::2], strict=True)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from npu_iree.compiled_call import is_wrapper
 from npu_iree.errors import DonatedTensorError
-from npu_iree.torch_device.current import Place, frames, line_of
+from npu_iree.torch_device.current import Place, frames, frames_of, line_of
 
 _DEPTH = 64
 
@@ -42,5 +42,6 @@ def call_place() -> Place:
     On the way there is a frame of the function itself, which runs what Dynamo has made of it.
     """
     place = frames(_DEPTH)
-    inside = next((i for i, (code, _) in enumerate(place) if is_wrapper(code)), -1)
-    return place[inside + 1 :]
+    codes = [code for code, _ in frames_of(place)]
+    inside = next((i for i, code in enumerate(codes) if is_wrapper(code)), -1)
+    return place[2 * (inside + 1) :]
