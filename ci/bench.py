@@ -30,6 +30,7 @@ from lowering.key import host_cpu
 
 BACKENDS = ("npu_iree", "inductor")
 Call = Callable[[], object]
+REST_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,17 @@ class Figure:
 
 
 def measure(calls: dict[str, Call], rounds: int, repeat: int) -> dict[str, list[float]]:
-    """Time each call `repeat` times a round, all of them in every round; microseconds a call."""
+    """Time each call `repeat` times a round, all of them in every round; microseconds a call.
+
+    Before each there is a rest: OpenMP's threads go on spinning for some 16 ms after the last
+    kernel of PyTorch's, and would take the CPU from whoever is measured next.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
     for _ in range(rounds):
         for name, call in calls.items():
+            time.sleep(REST_S)
             started = time.perf_counter()
             for _ in range(repeat):
                 call()

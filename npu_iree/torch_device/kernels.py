@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +36,7 @@ from npu_iree.executable import Executable
 from npu_iree.executable import Function as DeviceFunction
 from npu_iree.options import Options
 from npu_iree.toolchain import compiler_for
+from npu_iree.torch_device.calls import Computation, Results
 from npu_iree.torch_device.current import device
 
 log = logging.getLogger(__name__)
@@ -131,12 +132,14 @@ class Family:
             of its ops.
         kernels: those there are.
         refused: why there are no more.
+        results: how the results of an op's call come; None before a kernel has been made.
     """
 
     name: str
     is_ours: bool = False
     kernels: list[Kernel] = field(default_factory=list)
     refused: str = ""
+    results: Results | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def bind(self, function: Function, arguments: Sequence[Argument], is_dynamic: bool) -> Bound:
@@ -161,6 +164,8 @@ class Family:
             if bound is None:
                 raise NoKernelError("what its trace assumes is not so")
             self.kernels.append(kernel)
+            if isinstance(function, Computation):
+                self.results = function.results
             return bound
 
     def _make(self, function: Function, arguments: Sequence[Argument], is_dynamic: bool) -> Kernel:
@@ -178,7 +183,8 @@ class Family:
         raise NoKernelError(reasons[0])
 
 
-_FAMILIES: dict[tuple[object, ...], Family] = {}
+_FAMILIES: OrderedDict[tuple[object, ...], Family] = OrderedDict()
+_KEPT_FAMILIES = 4096  # loaded; the cache on disk has the others
 
 
 def family(key: tuple[object, ...], name: str, *, is_ours: bool = False) -> Family:
@@ -186,6 +192,9 @@ def family(key: tuple[object, ...], name: str, *, is_ours: bool = False) -> Fami
     with _LOCK:
         if key not in _FAMILIES:
             _FAMILIES[key] = Family(name, is_ours)
+            if len(_FAMILIES) > _KEPT_FAMILIES:
+                _FAMILIES.popitem(last=False)
+        _FAMILIES.move_to_end(key)
         return _FAMILIES[key]
 
 

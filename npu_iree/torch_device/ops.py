@@ -49,7 +49,6 @@ _INDEXING = re.compile(r"aten\._?(unsafe_)?index")  # takes indices that are on 
 _SCALARS: OrderedDict[tuple[str, torch.dtype], DeviceArray] = OrderedDict()
 _KEPT_SCALARS = 4096
 _KEPT_CALLS = 4096  # of one op; a call that is forgotten finds its kernel again
-_RESULTS: dict[tuple[Any, ...], Results] = {}
 _NONE = Results((), False)
 
 
@@ -157,9 +156,9 @@ class EagerOp:
         computation = Computation(self._form.function, template, written)
         key = (self.op, template.constants(leaves), tuple(map(kind_of, arguments)), written)
         is_dynamic = STATIC.match(str(self.op)) is None
-        bound = family(key, str(self.op)).bind(computation, arguments, is_dynamic)
-        if computation.results is not None:
-            _RESULTS[key] = computation.results
+        kernels = family(key, str(self.op))
+        bound = kernels.bind(computation, arguments, is_dynamic)
+        assert kernels.results is not None
         _check_targets(targets, bound, self._is_in_place)
         return _Ready(
             bound=bound,
@@ -167,7 +166,7 @@ class EagerOp:
                 _source(taken, stored, leaves, dtypes)
                 for taken, stored in zip(bound.takes, bound.stored, strict=True)
             ),
-            results=_RESULTS[key],
+            results=kernels.results,
             in_place=self._is_in_place,
             is_out=bool(self._outs),
             write_orders=tuple(order for _, order in written),
