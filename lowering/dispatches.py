@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def list_dispatches(
-    program: Program, target: CompileTarget, flags: FlagSet, toolchain: Toolchain = Toolchain()
+    program: Program, target: CompileTarget, flags: FlagSet, toolchain: Toolchain
 ) -> tuple[Dispatch, ...]:
     """Lower a program again, as far as its device programs, to know what these compute.
 

@@ -16,9 +16,9 @@ from lowering.build import Builder
 from lowering.capabilities import Capabilities
 from lowering.decompositions import decomposition_table
 from lowering.digest import is_same_value, tensor_digest
+from lowering.dispatches import list_dispatches
 from lowering.dtypes import dtype_name
 from lowering.errors import StageError, UnsupportedOpError
-from lowering.dispatches import list_dispatches
 from lowering.export import Export, ExportError, capture_export, functional, written_buffers
 from lowering.heal import Healer
 from lowering.kernels import Kernel

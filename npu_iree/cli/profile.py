@@ -1,0 +1,143 @@
+"""`npu-iree profile`: where the time of an artifact's calls goes, by the lines of the model."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from npu_iree.cli.exits import telling_errors
+from npu_iree.cli.inputs import (
+    NONE,
+    Artifact,
+    AsJson,
+    Entry,
+    Inputs,
+    Params,
+    Sizes,
+    Target,
+    make_arguments,
+)
+from npu_iree.cli.progress import stage_progress
+from npu_iree.offline.load import load
+from npu_iree.profiling.measure import Measured, measure
+from npu_iree.profiling.profile import Profile, Row
+from npu_iree.profiling.trace import write_trace
+
+console = Console()
+
+_LINE = re.compile(r"(?P<file>.*):(?P<line>\d+) in [^:]*(: (?P<code>.*))?")
+_LINES = 3
+_OPS = 6
+
+
+def profile_command(
+    artifact: Artifact,
+    inputs: Inputs = NONE,
+    entry: Entry = None,
+    target: Target = None,
+    params: Params = None,
+    sizes: Sizes = NONE,
+    calls: Annotated[int, typer.Option(min=1, help="how many calls are counted")] = 20,
+    top: Annotated[int, typer.Option(min=1, help="how many rows of the table are shown")] = 15,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="a trace to open in ui.perfetto.dev")
+    ] = None,
+    as_json_: AsJson = False,
+) -> None:
+    """Show where the time of a call goes: by device program, with the lines of the model."""
+    with telling_errors(console, as_json_=as_json_), stage_progress() as tell:
+        tell("loading")
+        program = load(artifact, target, params=params)
+        function = program[entry] if entry is not None else program.only()
+        leaves = make_arguments(function, inputs, sizes, drawn=True)
+        measured = measure(program, function, leaves, calls=calls, params=params, tell=tell)
+        if trace is not None:
+            write_trace(trace, measured)
+    if as_json_:
+        console.print_json(json.dumps(measured.profile.to_json()))
+        return
+    _print(measured, top, trace)
+
+
+def _print(measured: Measured, top: int, trace: Path | None) -> None:
+    profile = measured.profile
+    table = Table("device program", "runs", "ms", "share", "MB", "GB/s", "GFLOP/s", "of the limit")
+    for row in profile.rows[:top]:
+        table.add_row(*_cells(row))
+    if rest := profile.rows[top:]:
+        taken, share = sum(r.seconds for r in rest), sum(r.share for r in rest)
+        table.add_row(f"{len(rest)} more", "", f"{taken * 1e3:.3f}", f"{share:.1%}")
+    console.print(table)
+    for line in _notes(profile):
+        console.print(line, highlight=False)
+    if trace is not None:
+        console.print(escape(f"trace: {trace} (open it in https://ui.perfetto.dev)"))
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    nbytes = row.nbytes * row.runs / 1e6 if row.nbytes is not None else None
+    limit = f"{row.of_limit:.0%} {row.limit}" if row.of_limit is not None else "-"
+    return (
+        "\n".join([escape(row.name), *(f"  {escape(line)}" for line in _computes(row))]),
+        f"{row.runs:g}",
+        f"{row.seconds * 1e3:.3f}",
+        f"{row.share:.1%}",
+        _number(nbytes, row),
+        _number(row.gb_per_s, row),
+        _number(row.gflops_per_s, row),
+        limit,
+    )
+
+
+def _number(value: float | None, row: Row) -> str:
+    if value is None:
+        return "unknown" if row.is_dispatch else ""
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def _computes(row: Row) -> list[str]:
+    """Return what a device program computes: its ops, and the lines that they are from."""
+    if not row.ops:
+        return ["unknown"] if row.is_dispatch else []
+    names = list(dict.fromkeys(op.removeprefix("aten.").partition(".")[0] for op, _ in row.ops))
+    more = [f"{len(names) - _OPS} more"] if len(names) > _OPS else []
+    lines = list(dict.fromkeys(_short(line) for _, line in row.ops if line))
+    unshown = [f"{len(lines) - _LINES} more lines"] if len(lines) > _LINES else []
+    return [", ".join([*names[:_OPS], *more]), *lines[:_LINES], *unshown]
+
+
+def _short(line: str) -> str:
+    """Return `file:line  code`, the file as seen from the working folder if it is in there."""
+    found = _LINE.fullmatch(line)
+    if found is None:
+        return line
+    path = Path(found["file"])
+    here = Path.cwd()
+    file = os.path.relpath(path, here) if path.is_relative_to(here) else str(path)
+    return f"{file}:{found['line']}  {found['code'] or ''}".rstrip()
+
+
+def _notes(profile: Profile) -> list[str]:
+    rates = profile.rates
+    notes = [
+        f"a call: {profile.device_s * 1e3:.3f} ms of device work, {profile.between_s * 1e3:.3f} ms between "
+        f"it (recorded, median of {profile.calls}); {profile.call_s * 1e3:.3f} ms in all, when "
+        "nobody records",
+        f"limits: {rates['read_gb_per_s']:.1f} GB/s of memory, {rates['matmul_gflops']:.0f} "
+        "GFLOP/s of float32 matrix products, as PyTorch reaches them here, now. Over 100%: what "
+        "is read is in a cache, or the machine was busier when its limits were measured",
+    ]
+    if not profile.knows_lines:
+        notes.append(
+            "lines, bytes and arithmetic are unknown: this artifact does not tell them. Compile it "
+            "again from the model, with npu-iree compile"
+        )
+    return notes
