@@ -120,7 +120,8 @@ class Dispatch:
     Attributes:
         name: its name in the module.
         ops: op names and the lines of the model that it computes; what it is named for first.
-        nbytes: what its operands and results take; None if that depends on dynamic sizes.
+        nbytes: what its operands and results take; None if that depends on dynamic sizes
+            or on data.
         flops: its arithmetic; None if that depends on dynamic sizes, or is not known.
     """
 

@@ -13,6 +13,7 @@ _CASTS = ("arith.sitofp", "arith.uitofp", "arith.fptosi", "arith.fptoui", "arith
 _SOFTMAX = 5  # an element: maximum, difference, exponential, sum, quotient
 # Ops of known arithmetic, or of none, beside `linalg.generic`.
 _ATTENTION = ("iree_linalg_ext.attention", "iree_linalg_ext.online_attention")
+_INDEXED = ("tensor.extract", "iree_linalg_ext.gather", "iree_linalg_ext.scatter")
 _MOVES = ("iree_linalg_ext.gather", "iree_linalg_ext.scatter", "iree_linalg_ext.yield")
 
 
@@ -27,7 +28,12 @@ def walk(op: Any) -> Iterator[Any]:
 
 
 def bytes_moved(ops: Sequence[Any]) -> int | None:
-    """Return the bytes of what is loaded and stored; None if they depend on dynamic sizes."""
+    """Return the bytes of what is loaded and stored.
+
+    None if they depend on dynamic sizes, or on data: of what is indexed, part is read.
+    """
+    if any(op.name in _INDEXED for op in ops):
+        return None
     loaded = [op.results[0] for op in ops if op.name == _LOAD]
     stored = [op.operands[0] for op in ops if op.name == _STORE]
     sizes = [_bytes(value.type) for value in (*loaded, *stored)]

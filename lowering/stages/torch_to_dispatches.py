@@ -42,8 +42,8 @@ def torch_to_dispatches(torch_asm: str, options: CompileOptions) -> str:
 
     Returns:
         JSON: device program -> positions of graph and node, what it is named for first; the bytes
-        of its operands and results, and its arithmetic (null: they depend on dynamic sizes, or are
-        not known).
+        of its operands and results, and its arithmetic (null: they depend on dynamic sizes or on
+        data, or are not known).
 
     Raises:
         RuntimeError: a compiler refused the module.

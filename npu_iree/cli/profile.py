@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -36,6 +37,8 @@ console = Console()
 _LINE = re.compile(r"(?P<file>.*):(?P<line>\d+) in [^:]*(: (?P<code>.*))?")
 _LINES = 3
 _OPS = 6
+_CODE = 56
+_WIDE = 120  # of the terminal, so that there is room for code
 
 
 def profile_command(
@@ -69,7 +72,10 @@ def profile_command(
 
 def _print(measured: Measured, top: int, trace: Path | None) -> None:
     profile = measured.profile
-    table = Table("device program", "runs", "ms", "share", "MB", "GB/s", "GFLOP/s", "of the limit")
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("device program", overflow="fold")
+    for name in ("runs", "ms", "share", "MB", "GB/s", "GFLOP/s", "of the limit"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in profile.rows[:top]:
         table.add_row(*_cells(row))
     if rest := profile.rows[top:]:
@@ -107,11 +113,17 @@ def _computes(row: Row) -> list[str]:
     """Return what a device program computes: its ops, and the lines that they are from."""
     if not row.ops:
         return ["unknown"] if row.is_dispatch else []
-    names = list(dict.fromkeys(op.removeprefix("aten.").partition(".")[0] for op, _ in row.ops))
+    names = list(dict.fromkeys(_bare(op) for op, _ in row.ops))
     more = [f"{len(names) - _OPS} more"] if len(names) > _OPS else []
     lines = list(dict.fromkeys(_short(line) for _, line in row.ops if line))
     unshown = [f"{len(lines) - _LINES} more lines"] if len(lines) > _LINES else []
     return [", ".join([*names[:_OPS], *more]), *lines[:_LINES], *unshown]
+
+
+def _bare(op: str) -> str:
+    """Return `mm` of `aten.mm.default`."""
+    parts = op.split(".")
+    return parts[1] if len(parts) > 1 else op
 
 
 def _short(line: str) -> str:
@@ -122,15 +134,17 @@ def _short(line: str) -> str:
     path = Path(found["file"])
     here = Path.cwd()
     file = os.path.relpath(path, here) if path.is_relative_to(here) else str(path)
-    return f"{file}:{found['line']}  {found['code'] or ''}".rstrip()
+    code = (found["code"] or "") if console.width >= _WIDE else ""
+    shown = code if len(code) <= _CODE else f"{code[: _CODE - 3]}..."
+    return f"{file}:{found['line']}  {shown}".rstrip()
 
 
 def _notes(profile: Profile) -> list[str]:
     rates = profile.rates
     notes = [
-        f"a call: {profile.device_s * 1e3:.3f} ms of device work, {profile.between_s * 1e3:.3f} ms between "
-        f"it (recorded, median of {profile.calls}); {profile.call_s * 1e3:.3f} ms in all, when "
-        "nobody records",
+        f"a call: {profile.device_s * 1e3:.3f} ms of device work, {profile.between_s * 1e3:.3f} "
+        f"ms between it (recorded, median of {profile.calls}); {profile.call_s * 1e3:.3f} ms in "
+        "all, when nobody records",
         f"limits: {rates['read_gb_per_s']:.1f} GB/s of memory, {rates['matmul_gflops']:.0f} "
         "GFLOP/s of float32 matrix products, as PyTorch reaches them here, now. Over 100%: what "
         "is read is in a cache, or the machine was busier when its limits were measured",

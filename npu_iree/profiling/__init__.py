@@ -1,1 +1,1 @@
-"""Where the time of an artifact's calls goes, by what IREE's tools record of its device programs."""
+"""Where the time of calls goes: what IREE's tools record, in terms of the model and the machine."""
