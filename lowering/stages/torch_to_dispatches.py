@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from lowering.stages import CompileOptions, Stage
@@ -58,12 +59,26 @@ def torch_to_dispatches(torch_asm: str, options: CompileOptions) -> str:
         session.compile(module, end="executable-sources")
         with session.context:
             PassManager.parse(_GENERALIZE).run(module.operation)
-            ops = [op for op in walk(module.operation) if op.name == "hal.executable.variant"]
-            table: dict[str, Any] = {}
-            for variant in ops:
-                for name, row in _programs(variant).items():
-                    table.setdefault(name, row)  # variants for other devices say the same
-            return json.dumps(table)
+            return json.dumps(_table(list(walk(module.operation))))
+
+
+def _table(ops: Sequence[Any]) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for variant in (op for op in ops if op.name == "hal.executable.variant"):
+        for name, row in _programs(variant).items():
+            table.setdefault(name, row)  # variants for other devices say the same
+    for op in (op for op in ops if op.name == "stream.cmd.dispatch"):
+        for name in _called(op):  # of equal programs there is one, from the first of their places
+            table[name]["nodes"] += [p for p in _places(op) if p not in table[name]["nodes"]]
+    return table
+
+
+def _called(op: Any) -> list[str]:
+    """Return the device programs that may be run in one place."""
+    from iree.compiler import ir
+
+    names = [ir.SymbolRefAttr(symbol).value[-1] for symbol in op.attributes["entry_points"]]
+    return list(dict.fromkeys(map(str, names)))
 
 
 def _programs(variant: Any) -> dict[str, Any]:
@@ -76,9 +91,13 @@ def _programs(variant: Any) -> dict[str, Any]:
 def _described(function: Any) -> dict[str, Any]:
     ops = list(walk(function))
     inside = [op for op in ops if not op.name.startswith(_AROUND)]
-    found = [place for op in (function, *inside) for place in _NODE.findall(str(op.location))]
-    places = dict.fromkeys((int(graph), int(node)) for graph, node in found)
+    places = dict.fromkeys(place for op in (function, *inside) for place in _places(op))
     return {"nodes": list(places), "bytes": bytes_moved(ops), "flops": flops(ops)}
+
+
+def _places(op: Any) -> list[tuple[int, int]]:
+    """Return the positions of graph and node that an op comes from."""
+    return [(int(graph), int(node)) for graph, node in _NODE.findall(str(op.location))]
 
 
 def _symbol(op: Any) -> str:

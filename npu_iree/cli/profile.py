@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -37,8 +38,20 @@ console = Console()
 _LINE = re.compile(r"(?P<file>.*):(?P<line>\d+) in [^:]*(: (?P<code>.*))?")
 _LINES = 3
 _OPS = 6
-_CODE = 56
+_CODE = 44
 _WIDE = 120  # of the terminal, so that there is room for code
+
+
+# title -> what a row has there, and how wide a terminal must be to show it.
+_COLUMNS: dict[str, tuple[Callable[[Row], str], int]] = {
+    "runs": (lambda row: f"{row.runs:g}", 0),
+    "ms": (lambda row: f"{row.seconds * 1e3:.3f}", 0),
+    "share": (lambda row: f"{row.share:.1%}", 0),
+    "MB": (lambda row: _number(_moved(row), row), 100),
+    "GB/s": (lambda row: _number(row.gb_per_s, row), 100),
+    "GFLOP/s": (lambda row: _number(row.gflops_per_s, row), 100),
+    "of the limit": (lambda row: _limit(row), 0),
+}
 
 
 def profile_command(
@@ -72,35 +85,33 @@ def profile_command(
 
 def _print(measured: Measured, top: int, trace: Path | None) -> None:
     profile = measured.profile
+    columns = {title: cell for title, (cell, width) in _COLUMNS.items() if console.width >= width}
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("device program", overflow="fold")
-    for name in ("runs", "ms", "share", "MB", "GB/s", "GFLOP/s", "of the limit"):
-        table.add_column(name, justify="right", no_wrap=True)
+    for title in columns:
+        table.add_column(title, justify="right", no_wrap=True)
     for row in profile.rows[:top]:
-        table.add_row(*_cells(row))
+        name = "\n".join([escape(row.name), *(f"  {escape(line)}" for line in _computes(row))])
+        table.add_row(name, *(cell(row) for cell in columns.values()))
     if rest := profile.rows[top:]:
         taken, share = sum(r.seconds for r in rest), sum(r.share for r in rest)
-        table.add_row(f"{len(rest)} more", "", f"{taken * 1e3:.3f}", f"{share:.1%}")
+        whole = {"ms": f"{taken * 1e3:.3f}", "share": f"{share:.1%}"}
+        table.add_row(f"{len(rest)} more", *(whole.get(title, "") for title in columns))
     console.print(table)
     for line in _notes(profile):
         console.print(line, highlight=False)
+    if len(columns) < len(_COLUMNS):
+        console.print("a wider terminal shows bytes and rates; so does --json")
     if trace is not None:
         console.print(escape(f"trace: {trace} (open it in https://ui.perfetto.dev)"))
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    nbytes = row.nbytes * row.runs / 1e6 if row.nbytes is not None else None
-    limit = f"{row.of_limit:.0%} {row.limit}" if row.of_limit is not None else "-"
-    return (
-        "\n".join([escape(row.name), *(f"  {escape(line)}" for line in _computes(row))]),
-        f"{row.runs:g}",
-        f"{row.seconds * 1e3:.3f}",
-        f"{row.share:.1%}",
-        _number(nbytes, row),
-        _number(row.gb_per_s, row),
-        _number(row.gflops_per_s, row),
-        limit,
-    )
+def _moved(row: Row) -> float | None:
+    return row.nbytes * row.runs / 1e6 if row.nbytes is not None else None
+
+
+def _limit(row: Row) -> str:
+    return f"{row.of_limit:.0%} {row.limit}" if row.of_limit is not None else "-"
 
 
 def _number(value: float | None, row: Row) -> str:
@@ -127,13 +138,15 @@ def _bare(op: str) -> str:
 
 
 def _short(line: str) -> str:
-    """Return `file:line  code`, the file as seen from the working folder if it is in there."""
+    """Return `file:line  code`, the file as seen from the working folder or where packages are."""
     found = _LINE.fullmatch(line)
     if found is None:
         return line
-    path = Path(found["file"])
-    here = Path.cwd()
-    file = os.path.relpath(path, here) if path.is_relative_to(here) else str(path)
+    path, here = Path(found["file"]), Path.cwd()
+    if path.is_relative_to(here):
+        file = os.path.relpath(path, here)
+    else:
+        file = str(path).rpartition(f"{os.sep}site-packages{os.sep}")[2]
     code = (found["code"] or "") if console.width >= _WIDE else ""
     shown = code if len(code) <= _CODE else f"{code[: _CODE - 3]}..."
     return f"{file}:{found['line']}  {shown}".rstrip()

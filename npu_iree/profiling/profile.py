@@ -162,9 +162,11 @@ def median_s(durations_ns: Sequence[int], calls: int) -> float:
 def _limit(
     dispatch: Dispatch, runs: float, seconds: float, rates: Mapping[str, float]
 ) -> tuple[str, float | None]:
-    """Return what limits a device program, and how near it is to that."""
+    """Return what limits a device program, and how near it is to that: its bytes are needed."""
+    if dispatch.nbytes is None:
+        return "", None
     allowed = {
-        "memory": (dispatch.nbytes or 0) / rates["read_gb_per_s"] / 1e9,
+        "memory": dispatch.nbytes / rates["read_gb_per_s"] / 1e9,
         "compute": (dispatch.flops or 0) / rates["matmul_gflops"] / 1e9,
     }
     limit = max(allowed, key=allowed.__getitem__)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,13 +21,15 @@ _RECORDED = "queue-events,host-execution,executable-metadata"
 
 
 def find_tool(name: str) -> str:
-    """Return where a tool of IREE's runtime is.
+    """Return where a tool of IREE's runtime is: in its package, or on the PATH.
 
     Raises:
         NpuIreeError: it is not installed.
     """
-    beside = shutil.which(name, path=str(Path(sys.executable).parent))
-    if found := beside or shutil.which(name):
+    import iree.runtime
+
+    packaged = Path(iree.runtime.__file__).parents[1] / "_runtime_libs"
+    if found := shutil.which(name, path=str(packaged)) or shutil.which(name):
         return found
     raise NpuIreeError(
         f"there is no {name}, which comes with iree-base-runtime: install that package for this "
