@@ -50,6 +50,7 @@ _COLUMNS: dict[str, tuple[Callable[[Row], str], int]] = {
     "MB": (lambda row: _number(_moved(row), row), 100),
     "GB/s": (lambda row: _number(row.gb_per_s, row), 100),
     "GFLOP/s": (lambda row: _number(row.gflops_per_s, row), 100),
+    "threads": (lambda row: f"{row.threads:.1f}" if row.is_dispatch else "", 110),
     "of the limit": (lambda row: _limit(row), 0),
 }
 
@@ -101,7 +102,7 @@ def _print(measured: Measured, top: int, trace: Path | None) -> None:
     for line in _notes(profile):
         console.print(line, highlight=False)
     if len(columns) < len(_COLUMNS):
-        console.print("a wider terminal shows bytes and rates; so does --json")
+        console.print("a wider terminal shows bytes, rates and threads; so does --json")
     if trace is not None:
         console.print(escape(f"trace: {trace} (open it in https://ui.perfetto.dev)"))
 

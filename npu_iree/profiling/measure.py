@@ -26,11 +26,13 @@ class HostCalls:
     """Calls as the host sees them; times are those of `time.perf_counter`.
 
     Attributes:
+        program: what the calls' own work is called among the spans.
         calls: start and end of each.
         spans: the work that they submitted.
         transfers: the ledger of what crossed, and of waits.
     """
 
+    program: str
     calls: tuple[tuple[float, float], ...]
     spans: tuple[Span, ...]
     transfers: tuple[Transfer, ...]
@@ -72,7 +74,7 @@ def measure(
     tell("timing calls")
     call_s = _call_s(function, leaves, calls)
     tell("watching the host")
-    host = watch_host(function, leaves, _WATCHED)
+    host = watch_host(program.path.name, function, leaves)
     tell("measuring the machine")
     rates = machine_rates()
     tell("recording the device")
@@ -99,15 +101,15 @@ def measure(
     return Measured(profile, host, recorded)
 
 
-def watch_host(function: LoadedEntry, leaves: Sequence[Any], count: int) -> HostCalls:
+def watch_host(program: str, function: LoadedEntry, leaves: Sequence[Any]) -> HostCalls:
     """Make some calls, and note what they submit and what crosses."""
     calls = []
     with record_timeline() as timeline, record_transfers() as ledger:
-        for _ in range(count):
+        for _ in range(_WATCHED):
             started = time.perf_counter()
             function.call_flat(leaves)
             calls.append((started, time.perf_counter()))
-    return HostCalls(tuple(calls), tuple(timeline.spans), tuple(ledger.entries))
+    return HostCalls(program, tuple(calls), tuple(timeline.spans), tuple(ledger.entries))
 
 
 def _call_s(function: LoadedEntry, leaves: Sequence[Any], calls: int) -> float:

@@ -65,8 +65,8 @@ def trace_events(measured: Measured) -> list[Event]:
 
 def _host_tracks(host: HostCalls) -> dict[str, list[_Slice]]:
     """Put calls and waits on the host, regions on the queue, and what crosses on its own track."""
-    moves = [s for s in host.spans if s.name.startswith(("put", "get", "gather", "fetch"))]
-    work = [s for s in host.spans if s not in moves]
+    work = [s for s in host.spans if s.name == host.program]
+    moves = [s for s in host.spans if s.name != host.program]
     waits = [
         _Slice(f"wait for {t.value}", t.at_s * 1e9, _end_of_call(t.at_s, host) * 1e9)
         for t in host.transfers

@@ -123,6 +123,20 @@ def test_the_trace_has_host_queue_transfers_and_device_programs(
     assert f"mine.py:{HIDDEN} in forward" in products[0]["args"]["ops"][0]
 
 
+def test_copies_to_a_memory_of_its_own_are_transfers_in_the_trace(
+    command: Command, folder: Path, tmp_path: Path
+) -> None:
+    trace = tmp_path / "traces" / "trace.json"
+    options = ("--target", "npu-virtual", "--calls", 1, "--trace", trace)
+    done = command("profile", folder / "mine.vmfb", *options)
+    assert done.code == 0, done.err
+    events = json.loads(trace.read_text())["traceEvents"]
+    moves = [e for e in events if e.get("cat") == "transfers"]
+    staged = [e["args"]["bytes"] for e in moves if e["name"] == "staged h2d of x"]
+    assert staged == [4 * 64 * 32] * 3
+    assert len([e for e in moves if e["name"] == "put x" and e["dur"] > 0]) == 3
+
+
 def test_the_table_names_ops_and_lines(command: Command, folder: Path) -> None:
     done = command("profile", folder / "mine.vmfb", "--calls", 3, "--top", 2)
     assert done.code == 0, done.err
