@@ -71,12 +71,12 @@ def measure(
         NpuIreeError, TargetError: IREE's tools are missing, or cannot record on this target.
     """
     values = function.taken(leaves)  # of states: as they are before the first call
+    tell("measuring the machine")
+    rates = machine_rates()
     tell("timing calls")
     call_s = _call_s(function, leaves, calls)
     tell("watching the host")
     host = watch_host(program.path.name, function, leaves)
-    tell("measuring the machine")
-    rates = machine_rates()
     tell("recording the device")
     manifest = program.manifest
     beside = program.path.parent / manifest.parameter_file if manifest.parameter_file else None

@@ -64,7 +64,10 @@ def trace_events(measured: Measured) -> list[Event]:
 
 
 def _host_tracks(host: HostCalls) -> dict[str, list[_Slice]]:
-    """Put calls and waits on the host, regions on the queue, and what crosses on its own track."""
+    """Put calls and waits on the host, regions on the queue, and what crosses on its own track.
+
+    The ledger knows when a wait begins; it is drawn to the end of its call.
+    """
     work = [s for s in host.spans if s.name == host.program]
     moves = [s for s in host.spans if s.name != host.program]
     waits = [
