@@ -24,9 +24,10 @@ from pathlib import Path
 
 import torch
 
-from benching import limits, report, suite
+from benching import report, suite
 from benching.backends import BACKENDS as MODEL_BACKENDS
 from lowering.key import host_cpu
+from npu_iree.profiling.rates import machine_rates
 
 BACKENDS = ("npu_iree", "inductor")
 Call = Callable[[], object]
@@ -193,7 +194,7 @@ def run_models(args: argparse.Namespace) -> None:
 
 def machine() -> dict[str, object]:
     """Say what it was measured on, and what that machine can do at most."""
-    rates = limits.machine_rates()
+    rates = machine_rates()
     return {
         "cpu": host_cpu(),
         "threads": torch.get_num_threads(),

@@ -114,6 +114,24 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class Dispatch:
+    """One of the device programs that calls are made of.
+
+    Attributes:
+        name: its name in the module.
+        ops: op names and the lines of the model that it computes; what it is named for first.
+        nbytes: what its operands and results take; None if that depends on dynamic sizes
+            or on data.
+        flops: its arithmetic; None if that depends on dynamic sizes, or is not known.
+    """
+
+    name: str
+    ops: tuple[tuple[str, str], ...] = ()
+    nbytes: int | None = None
+    flops: int | None = None
+
+
+@dataclass(frozen=True)
 class Manifest:
     """What an offline artifact says of itself.
 
@@ -129,6 +147,7 @@ class Manifest:
         flags: the `iree-compile` flags.
         versions: package -> version that compiled it.
         source: what it was compiled from, and that file's SHA-256.
+        dispatches: its device programs, for a profile; empty if they are not known.
         module_bytes: how long the module is, without this manifest.
         module_sha256: of these bytes.
         format: of the manifest.
@@ -144,6 +163,7 @@ class Manifest:
     flags: tuple[str, ...]
     versions: Mapping[str, str]
     source: Mapping[str, str] = field(default_factory=dict)
+    dispatches: tuple[Dispatch, ...] = ()
     module_bytes: int = 0
     module_sha256: str = ""
     format: int = FORMAT
@@ -220,6 +240,7 @@ def _manifest(row: _Row) -> Manifest:
         flags=row.items("flags", str),
         versions={k: str(v) for k, v in row.take("versions", dict).items()},
         source={k: str(v) for k, v in row.take("source", dict).items()},
+        dispatches=_dispatches(row),
         module_bytes=row.take("module_bytes", int),
         module_sha256=row.take("module_sha256", str),
     )
@@ -268,6 +289,17 @@ def _source(row: _Row) -> Source:
     if kind not in ("argument", "result", "state", "parameter", "constant", "size"):
         raise ValueError(f"{row.place}: no value comes from a {_short(kind)}")
     return Source(kind, row.take("index", int), row.take("name", str), _constant(row))
+
+
+def _dispatches(row: _Row) -> tuple[Dispatch, ...]:
+    """Read what versions that knew no profiles did not write."""
+    return tuple(map(_dispatch, row.rows("dispatches"))) if "dispatches" in row.values else ()
+
+
+def _dispatch(row: _Row) -> Dispatch:
+    counts = {name: row.values.get(name) for name in ("nbytes", "flops")}
+    known = {name: row.take(name, int) for name, count in counts.items() if count is not None}
+    return Dispatch(row.take("name", str), _pairs(row, "ops", _text_at), **known)
 
 
 def _parameter(row: _Row) -> Parameter:

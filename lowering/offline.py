@@ -16,6 +16,7 @@ from lowering.build import Builder
 from lowering.capabilities import Capabilities
 from lowering.decompositions import decomposition_table
 from lowering.digest import is_same_value, tensor_digest
+from lowering.dispatches import list_dispatches
 from lowering.dtypes import dtype_name
 from lowering.errors import StageError, UnsupportedOpError
 from lowering.export import Export, ExportError, capture_export, functional, written_buffers
@@ -100,7 +101,8 @@ def compile_exports(
     """
     regions = {export.name: export.region() for export in exports}
     try:
-        entry = builder.program(Program("+".join(regions), regions))
+        program = Program("+".join(regions), regions)
+        entry = builder.program(program)
     except StageError as error:
         _blame(exports, builder, error)
         raise
@@ -115,6 +117,7 @@ def compile_exports(
         cpu_features=entry.cpu_features,
         flags=entry.flags,
         versions=compiler_build(),
+        dispatches=list_dispatches(program, builder.target, entry.flags, builder.toolchain),
     )
     return OfflineProgram(entry.vmfb, manifest, tensors)
 

@@ -99,13 +99,7 @@ def compile_program(
     fault = toolchain.fault
     if fault is not None and fault.op not in program.ops:
         toolchain = replace(toolchain, fault=None)
-    options = CompileOptions(
-        flags=flag_sets[0] if flag_sets else (),
-        parameters=program.parameters,
-        given=program.given,
-        rebind=program.rebind,
-        kernels=used_kernels(toolchain.kernels, program.ops),
-    )
+    options = options_for(program, flag_sets[0] if flag_sets else (), toolchain)
     torch_asm = run_stage(ATEN_TO_TORCH, graphs, options, toolchain, dump)
     linalg_asm = run_stage(TORCH_TO_LINALG, torch_asm, options, toolchain, dump)
     for i, flag_set in enumerate(flag_sets):
@@ -123,6 +117,17 @@ def compile_program(
     raise StageError(LINALG_TO_FLOW.name, f"target {target.name!r} lists no flag sets")
 
 
+def options_for(program: Program, flags: FlagSet, toolchain: Toolchain) -> CompileOptions:
+    """Return what the stages may know of a program."""
+    return CompileOptions(
+        flags=flags,
+        parameters=program.parameters,
+        given=program.given,
+        rebind=program.rebind,
+        kernels=used_kernels(toolchain.kernels, program.ops),
+    )
+
+
 def stop_after(
     stage: str, program: Program, target: CompileTarget, toolchain: Toolchain = Toolchain()
 ) -> bytes:
@@ -137,13 +142,7 @@ def stop_after(
     if stage not in names:
         raise ValueError(f"no stage {stage!r}; there are: {', '.join(names)}")
     flags = target.flag_sets_for(program.traits, toolchain.flags)[0]
-    options = CompileOptions(
-        flags=flags,
-        parameters=program.parameters,
-        given=program.given,
-        rebind=program.rebind,
-        kernels=used_kernels(toolchain.kernels, program.ops),
-    )
+    options = options_for(program, flags, toolchain)
     value: Any = {entry: rewrite(graph, target) for entry, graph in program.graphs.items()}
     for step in STAGES[: names.index(stage) + 1]:
         value = run_stage(step, value, options, toolchain)

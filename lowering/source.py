@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
 from torch import fx
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)')
+_PYTORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
 @dataclass(frozen=True)
@@ -23,11 +28,22 @@ class SourceLine:
 
 def user_line(node: fx.Node) -> SourceLine:
     """Return the innermost frame that Dynamo recorded for `node` (empty if it recorded none)."""
+    return next(iter(_frames(node)), SourceLine())
+
+
+def model_line(node: fx.Node) -> SourceLine:
+    """Return the innermost frame outside PyTorch: what calls `nn.Linear`, not what is in it."""
+    frames = list(_frames(node))
+    outside = (line for line in frames if not line.where.startswith(_PYTORCH))
+    return next(outside, frames[0] if frames else SourceLine())
+
+
+def _frames(node: fx.Node) -> Iterator[SourceLine]:
+    """Return the frames that Dynamo recorded, the innermost first."""
     lines = (node.meta.get("stack_trace") or "").rstrip().splitlines()
     for i in range(len(lines) - 1, -1, -1):
         if match := _FRAME.search(lines[i]):
             # A call chain may share the frame's line: "File "m.py", line 3, in f, code: y = g(x)".
             function, _, inline = match["function"].partition(", code: ")
             code = inline or (lines[i + 1].strip() if i + 1 < len(lines) else "")
-            return SourceLine(f"{match['file']}:{match['line']} in {function}", code)
-    return SourceLine()
+            yield SourceLine(f"{match['file']}:{match['line']} in {function}", code)

@@ -29,6 +29,7 @@ STAGES = {
     "torch-to-linalg": ("lowering.stages.torch_to_linalg", "TORCH_TO_LINALG"),
     "linalg-to-flow": ("lowering.stages.linalg_to_flow", "LINALG_TO_FLOW"),
     "flow-to-vmfb": ("lowering.stages.flow_to_vmfb", "FLOW_TO_VMFB"),
+    "torch-to-dispatches": ("lowering.stages.torch_to_dispatches", "TORCH_TO_DISPATCHES"),
 }
 _LENGTHS = struct.Struct(">II")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,6 +24,7 @@ class Transfer:
         owner: the region or host segment that needed it.
         where: the user's line that made the value, if known.
         reason: why it had to be.
+        at_s: when, by `time.perf_counter`.
     """
 
     kind: Literal["h2d", "d2h", "wait"]
@@ -32,6 +34,7 @@ class Transfer:
     owner: str
     where: str = ""
     reason: str = ""
+    at_s: float = field(default_factory=time.perf_counter, compare=False, repr=False)
 
     def __str__(self) -> str:
         size = "" if self.kind == "wait" else f" {self.nbytes} bytes"

@@ -1,39 +1,17 @@
-"""What could be reached: the machine's rates, and IREE's own tool on the very same module."""
+"""What could be reached: IREE's own tool on the very same module."""
 
 from __future__ import annotations
 
 import gc
 import json
 import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-_MATMUL, _BYTES, _ROUNDS = 2048, 1 << 30, 5
-
-
-def machine_rates() -> dict[str, float]:
-    """Measure PyTorch's own matrix product and the reading of memory, the best of some rounds."""
-    a, b = torch.randn(_MATMUL, _MATMUL), torch.randn(_MATMUL, _MATMUL)
-    data = torch.ones(_BYTES // 4)
-    return {
-        "matmul_gflops": 2 * _MATMUL**3 / _best(lambda: a @ b) / 1e9,
-        "read_gb_per_s": _BYTES / _best(data.sum) / 1e9,
-    }
-
-
-def _best(call: Callable[[], object]) -> float:
-    times = []
-    for _ in range(_ROUNDS):
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return min(times)
+from npu_iree.profiling.tools import RUNNER, find_tool
 
 
 def export_module(folder: Path, call: Callable[[], Any]) -> str:
@@ -78,7 +56,7 @@ def benchmark_module(folder: Path, seconds: float) -> float:
     """Run `iree-benchmark-module` on an exported module; return the milliseconds of a call."""
     count = len(list(folder.glob("input*.npy")))
     command = [
-        str(Path(sys.executable).parent / "iree-benchmark-module"),
+        find_tool(RUNNER),
         f"--module={folder / 'model.vmfb'}",
         "--function=main",
         "--device=local-task",

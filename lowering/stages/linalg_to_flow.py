@@ -32,23 +32,28 @@ def linalg_to_flow(linalg_asm: str, options: CompileOptions) -> str:
         RuntimeError: the compiler refused the module; the text is what it said.
     Source: `iree-compile --compile-to=flow`; `#flow.parameter.named` and `util.global`.
     """
-    from iree.compiler import ir
-
     with IreeSession(options) as session:
         module = session.parse(linalg_asm)
-        with session.context:
-            link_kernels(session, module, options.kernels)
-            bound: dict[str, Any] = {}
-            for function in _entry_points(module):
-                names = options.parameters.get(_symbol(function), ())
-                _bind_parameters(module, function, names, bound)
-                with ir.Location.unknown():
-                    keep_arguments(function, options.given.get(_symbol(function), ()))
-                    separate_fills(function)
-                    separate_reads(function)
-                    separate_pieces(function)
+        prepare(session, module, options)
         session.compile(module, end="flow")
         return str(module.operation.get_asm())
+
+
+def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
+    """Make a module in linalg, in place, what IREE is to compile."""
+    from iree.compiler import ir
+
+    with session.context:
+        link_kernels(session, module, options.kernels)
+        bound: dict[str, Any] = {}
+        for function in _entry_points(module):
+            names = options.parameters.get(_symbol(function), ())
+            _bind_parameters(module, function, names, bound)
+            with ir.Location.unknown():
+                keep_arguments(function, options.given.get(_symbol(function), ()))
+                separate_fills(function)
+                separate_reads(function)
+                separate_pieces(function)
 
 
 def _entry_points(module: Any) -> list[Any]:

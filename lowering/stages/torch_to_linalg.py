@@ -31,13 +31,20 @@ def torch_to_linalg(torch_asm: str, options: CompileOptions) -> str:
     Source: torch-mlir pipelines `torchdynamo-export-to-torch-backend-pipeline` and
         `torch-backend-to-linalg-on-tensors-backend-pipeline`.
     """
+    return lowered_to_linalg(torch_asm, options)
+
+
+def lowered_to_linalg(
+    torch_asm: str, options: CompileOptions, *, with_locations: bool = False
+) -> str:
+    """Do what `torch_to_linalg` does; the text has the locations of the ops if it is to."""
     from torch_mlir import ir
 
     with TorchMlirContext() as mlir:
         with mlir.context:
             module = ir.Module.parse(torch_asm)
         mlir.run(module, mlir.pipeline(PIPELINE, _CHECK) if options.kernels else PIPELINE)
-        return str(module.operation.get_asm())
+        return str(module.operation.get_asm(enable_debug_info=with_locations))
 
 
 def only_linalg(asm: str) -> str | None:

@@ -12,6 +12,7 @@ from npu_iree.cli import artifacts, cache, capabilities, conformance
 from npu_iree.cli.compile import compile_command
 from npu_iree.cli.exits import exit_code
 from npu_iree.cli.prebuild import prebuild_command
+from npu_iree.cli.profile import profile_command
 from npu_iree.errors import NpuIreeError
 from npu_iree.targets import targets
 
@@ -22,6 +23,7 @@ app.command("compile")(compile_command)
 app.command("run")(artifacts.run_command)
 app.command("inspect")(artifacts.inspect_command)
 app.command("bench")(artifacts.bench_command)
+app.command("profile")(profile_command)
 app.command("prebuild")(prebuild_command)
 app.add_typer(cache.app, name="cache")
 app.add_typer(capabilities.app, name="capabilities")

@@ -128,6 +128,24 @@ class LoadedEntry:
             states = self._returned_states()
         return self._outputs(results, leaves, sizes, states)
 
+    def taken(self, leaves: Sequence[Any]) -> list[Any]:
+        """Return what the function takes in a call: numbers, and CPU tensors in its memory order.
+
+        Raises:
+            ArgumentError: as `__call__`.
+        """
+        self._checked(leaves)
+        states = self._states.current()
+        found = []
+        for source, spec in zip(self.call.takes, self.call.function.inputs, strict=True):
+            value = states[source.name] if source.kind == "state" else leaves[source.index]
+            if isinstance(value, DeviceArray):
+                value = value.to_host()
+            elif isinstance(value, torch.Tensor) and isinstance(spec, TensorSpec):
+                value = value.detach().permute(spec.order).contiguous()
+            found.append(value)
+        return found
+
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
         """Let calls that read and write states run one after the other."""

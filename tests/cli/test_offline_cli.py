@@ -55,7 +55,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 HELP = {
-    (): ["compile", "run", "inspect", "bench", "Compile models ahead of time, into a .vmfb that"],
+    (): [
+        "compile",
+        "run",
+        "inspect",
+        "bench",
+        "profile",
+        "Compile models ahead of time, into a .vmfb that",
+    ],
     ("compile",): [
         *("[NAME=]SOURCE", "--output", "--target", "--cpu", "--dynamic", "INPUT:DIM[=MIN..MAX]"),
         *(
@@ -77,6 +84,10 @@ HELP = {
         *("--size", "--json", "Run an artifact on inputs from files"),
     ],
     ("inspect",): ["--json", "what npu-iree compile wrote", "Show what an artifact is"],
+    ("profile",): [
+        *("--input", "--calls", "--top", "--trace", "FILE.json", "--json", "--entry", "--params"),
+        "Show where the time of a call goes: by device program, with the lines of the model.",
+    ],
     ("bench",): ["--calls", "--in-flight", "Time an artifact: latency of a call, and throughput"],
 }
 

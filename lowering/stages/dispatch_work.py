@@ -1,0 +1,118 @@
+"""How much work a device program is: the bytes that it moves, and its arithmetic, by its shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+_LOAD, _STORE = "iree_tensor_ext.dispatch.tensor.load", "iree_tensor_ext.dispatch.tensor.store"
+# What is no arithmetic in the body of a loop: comparisons, choices, casts, indexing.
+_FREE = ("arith.cmp", "arith.select", "arith.constant", "arith.index", "arith.ext", "arith.trunc")
+_CASTS = ("arith.sitofp", "arith.uitofp", "arith.fptosi", "arith.fptoui", "arith.bitcast")
+_SOFTMAX = 5  # an element: maximum, difference, exponential, sum, quotient
+# Ops of known arithmetic, or of none, beside `linalg.generic`.
+_ATTENTION = ("iree_linalg_ext.attention", "iree_linalg_ext.online_attention")
+_INDEXED = ("tensor.extract", "iree_linalg_ext.gather", "iree_linalg_ext.scatter")
+_MOVES = ("iree_linalg_ext.gather", "iree_linalg_ext.scatter", "iree_linalg_ext.yield")
+
+
+def walk(op: Any) -> Iterator[Any]:
+    """Return an operation and all in it."""
+    operation = op.operation
+    yield operation
+    for region in operation.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                yield from walk(inner)
+
+
+def bytes_moved(ops: Sequence[Any]) -> int | None:
+    """Return the bytes of what is loaded and stored.
+
+    None if they depend on dynamic sizes, or on data: of what is indexed, part is read.
+    """
+    if any(op.name in _INDEXED for op in ops):
+        return None
+    loaded = [op.results[0] for op in ops if op.name == _LOAD]
+    stored = [op.operands[0] for op in ops if op.name == _STORE]
+    sizes = [_bytes(value.type) for value in (*loaded, *stored)]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if known and len(known) == len(sizes) else None
+
+
+def flops(ops: Sequence[Any]) -> int | None:
+    """Count additions, multiplications, ...; None if they depend on dynamic sizes or are unknown.
+
+    A function such as the exponential counts as one; comparisons, choices and casts as none.
+    """
+    counts = [_flops(op) for op in ops]
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
+
+
+def _flops(op: Any) -> int | None:
+    if op.name == "linalg.generic":
+        loops = _loops(op, range(len(op.operands)))
+        body = op.regions[0].blocks[0].operations
+        count = sum(_is_arithmetic(inner.operation.name) for inner in body)
+        return 0 if count == 0 else _times(count, loops)
+    if op.name == "linalg.softmax":
+        return _times(_SOFTMAX, _shape(op.operands[0].type))
+    if op.name in _ATTENTION:
+        return _attention(op)
+    is_unknown = op.name.startswith("iree_linalg_ext.") and op.name not in _MOVES
+    return None if is_unknown else 0
+
+
+def _attention(op: Any) -> int | None:
+    """Count the two matrix products: query by key, and that by value."""
+    output = len(op.operands) - len(op.results)
+    first, second = _times(2, _loops(op, (0, 1))), _times(2, _loops(op, (2, output)))
+    return first + second if first is not None and second is not None else None
+
+
+def _loops(op: Any, operands: Sequence[int]) -> tuple[int | None, ...]:
+    """Return the sizes of the loops over some operands: of the dimensions that each indexes."""
+    from iree.compiler import ir
+
+    maps = [ir.AffineMapAttr(m).value for m in op.attributes["indexing_maps"]]
+    sizes: dict[int, int | None] = {}
+    for i in operands:
+        for expression, size in zip(maps[i].results, _shape(op.operands[i].type), strict=True):
+            if isinstance(expression, ir.AffineDimExpr):
+                sizes.setdefault(expression.position, size)
+    return tuple(sizes.values())
+
+
+def _is_arithmetic(name: str) -> bool:
+    return name.startswith(("arith.", "math.", "complex.")) and not name.startswith(
+        (*_FREE, *_CASTS)
+    )
+
+
+def _times(count: int, sizes: Sequence[int | None]) -> int | None:
+    known = [size for size in sizes if size is not None]
+    return count * math.prod(known) if len(known) == len(sizes) else None
+
+
+def _shape(kind: Any) -> tuple[int | None, ...]:
+    from iree.compiler import ir
+
+    if not isinstance(kind, ir.RankedTensorType):
+        return ()
+    return tuple(None if kind.is_dynamic_dim(d) else kind.shape[d] for d in range(kind.rank))
+
+
+def _bytes(kind: Any) -> int | None:
+    shape = _shape(kind)
+    return _times(_element_bytes(kind.element_type), shape)
+
+
+def _element_bytes(kind: Any) -> int:
+    from iree.compiler import ir
+
+    if isinstance(kind, ir.ComplexType):
+        return 2 * _element_bytes(kind.element_type)
+    width = 64 if isinstance(kind, ir.IndexType) else int(kind.width)
+    return max(1, width // 8)

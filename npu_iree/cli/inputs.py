@@ -1,0 +1,136 @@
+"""What commands that call an artifact are given: its entry point, and inputs from the user."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+
+from lowering.dtypes import DTYPES
+from lowering.manifest import Argument, Call
+from lowering.signature import ScalarSpec
+from npu_iree.errors import ArgumentError, OptionError
+from npu_iree.offline.entry import LoadedEntry
+from npu_iree.offline.load import load
+from npu_iree.offline.sizes import evaluate
+
+Artifact = Annotated[Path, typer.Argument(help="what npu-iree compile wrote")]
+Inputs = Annotated[
+    list[str],
+    typer.Option(
+        "--input",
+        metavar="NAME=FILE.npy|@rand|NUMBER",
+        help="an input, by name; @rand: drawn from a fixed seed",
+    ),
+]
+Entry = Annotated[str | None, typer.Option(help="the entry point, if there are several")]
+Target = Annotated[str | None, typer.Option(help="run on another target with the same driver")]
+Params = Annotated[Path | None, typer.Option(help="another .safetensors or .irpa file to bind")]
+Sizes = Annotated[
+    list[str], typer.Option("--size", metavar="SYMBOL=N", help="a dynamic size, for @rand")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print it as JSON")]
+NONE: list[str] = []
+
+
+def open_entry(
+    artifact: Path, entry: str | None, target: str | None, params: Path | None
+) -> LoadedEntry:
+    """Load an artifact; return the entry point that is named, or the only one."""
+    program = load(artifact, target, params=params)
+    return program[entry] if entry is not None else program.only()
+
+
+def make_arguments(
+    function: LoadedEntry, inputs: list[str], sizes: list[str], *, drawn: bool = False
+) -> list[Any]:
+    """Make the leaves of a call from `name=value` texts; `drawn`: what is not given is drawn."""
+    given: dict[str, str] = dict(_pair(text, "--input") for text in inputs)
+    known = {name: _int(text, name) for name, text in (_pair(t, "--size") for t in sizes)}
+    if unknown := [n for n in known if n not in function.call.symbols]:
+        there = ", ".join(function.call.symbols) or "none"
+        raise OptionError(f"no size {', '.join(unknown)}; there are: {there}")
+    names = [a.name for a in function.call.arguments]
+    if unknown := [n for n in given if n not in names]:
+        raise ArgumentError(f"no input {', '.join(unknown)}; there are {', '.join(names)}")
+    missing = [
+        a.name for a in function.call.arguments if a.spec is not None and a.name not in given
+    ]
+    if missing and not drawn:
+        raise ArgumentError(
+            f"missing: {', '.join(f'--input {n}=...' for n in missing)} (a .npy file, or @rand)"
+        )
+    generator = torch.Generator().manual_seed(0)
+    return [
+        _value(a, given.get(a.name, "@rand"), function.call, known, generator)
+        for a in function.call.arguments
+    ]
+
+
+def _value(
+    argument: Argument, text: str, call: Call, sizes: dict[str, int], generator: torch.Generator
+) -> Any:
+    spec = argument.spec
+    if spec is None:
+        return argument.value
+    if isinstance(spec, ScalarSpec):
+        return _number(spec.dtype, text, argument.name)
+    if text != "@rand":
+        return _read(argument.name, Path(text.removeprefix("@")))
+    shape = [size if isinstance(size, int) else _size(size, call, sizes) for size in spec.shape]
+    dtype = DTYPES[spec.dtype]
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+
+
+def _size(symbol: str, call: Call, sizes: dict[str, int]) -> int:
+    if symbol in sizes:
+        return sizes[symbol]
+    if not symbol.isidentifier():
+        try:
+            return int(evaluate(symbol, {n: _size(n, call, sizes) for n in call.symbols}))
+        except ValueError as error:
+            raise OptionError(f"give the input of size {symbol} by a file: {error}") from error
+    low, high = call.symbols.get(symbol, (1, None))
+    return max(low, 16) if high is None else min(max(low, 16), high)
+
+
+def _read(name: str, path: Path) -> torch.Tensor:
+    try:  # copied: a device thread may free it last, which for NumPy's memory takes an interpreter
+        return torch.tensor(np.load(path, allow_pickle=False))
+    except (OSError, ValueError, TypeError) as error:
+        raise ArgumentError(f"cannot read input {name} from {path}: {error}") from error
+
+
+def _pair(text: str, option: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name or not value:
+        raise OptionError(f"{option} is name=value, not {text!r}")
+    return name, value
+
+
+def _int(text: str, name: str) -> int:
+    if not text.isdecimal():
+        raise OptionError(f"{name} is a size, not {text!r}")
+    return int(text)
+
+
+def _number(dtype: str, text: str, name: str) -> int | float | bool:
+    kind, read = _NUMBERS[dtype]
+    try:
+        return read("1" if text == "@rand" else text)
+    except (KeyError, ValueError) as error:
+        raise OptionError(f"{name} is {kind}, not {text!r}") from error
+
+
+# dtype of a number -> what it is, and how it is read.
+_NUMBERS: dict[str, tuple[str, Callable[[str], int | float | bool]]] = {
+    "i64": ("a whole number", int),
+    "f64": ("a number", float),
+    "i1": ("true or false", {"true": True, "false": False, "1": True, "0": False}.__getitem__),
+}

@@ -1,0 +1,129 @@
+"""The table of device programs: what each computes, from which lines, and how much work it is."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowering.dispatches import list_dispatches
+from lowering.manifest import Dispatch
+from lowering.offline import capture_exports
+from lowering.pipeline import Toolchain
+from lowering.program import Program
+from npu_iree.targets import find_target
+
+TARGET = find_target("npu-local").compile
+HERE = Path(__file__)
+
+
+def listed(
+    module: torch.nn.Module, *args: torch.Tensor, flags: tuple[str, ...] = (), dynamic: bool = False
+) -> tuple[Dispatch, ...]:
+    """Return the device programs of a module."""
+    shapes = tuple({0: torch.export.Dim("n", max=64)} for _ in args) if dynamic else None
+    exported = torch.export.export(module, args, dynamic_shapes=shapes)
+    (export,) = capture_exports({"main": exported})
+    program = Program("main", {"main": export.region()})
+    return list_dispatches(program, TARGET, flags or TARGET.flag_sets[0], Toolchain())
+
+
+def named(dispatches: tuple[Dispatch, ...], part: str) -> Dispatch:
+    (found,) = (d for d in dispatches if part in d.name)
+    return found
+
+
+def line_of(code: str) -> int:
+    lines = HERE.read_text().splitlines()
+    return next(i for i, line in enumerate(lines, 1) if line.strip() == code)
+
+
+class Twice(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.layer(x))
+        x = torch.tanh(self.layer(x) * 1)
+        x = torch.tanh(self.layer(x) * 1 * 1)
+        return x
+
+
+class Product(torch.nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x @ y
+
+
+class Soft(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x, -1)
+
+
+class Rows(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(1000, 64)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.table(rows) * 2
+
+
+class Convolved(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(8, 16, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x)
+
+
+def test_bytes_and_arithmetic_of_a_batched_product() -> None:
+    found = listed(Product(), torch.ones(3, 8, 16), torch.ones(3, 16, 32))
+    product = named(found, "matmul")
+    assert product.flops == 2 * 3 * 8 * 16 * 32
+    assert product.nbytes == 4 * 3 * (8 * 16 + 16 * 32 + 8 * 32)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.float16, 2)])
+def test_softmax_is_five_operations_an_element(dtype: torch.dtype, size: int) -> None:
+    (found,) = listed(Soft(), torch.ones(32, 64, dtype=dtype))
+    assert found.nbytes == 2 * size * 32 * 64
+    if dtype is torch.float32:
+        assert found.flops == 5 * 32 * 64
+
+
+def test_the_arithmetic_of_a_convolution_is_in_one_of_its_programs() -> None:
+    found = listed(Convolved(), torch.ones(1, 8, 18, 18))
+    assert max(d.flops or 0 for d in found) == 2 * 16 * 8 * 9 * 16 * 16
+
+
+def test_what_depends_on_sizes_is_unknown() -> None:
+    (found,) = listed(Soft(), torch.ones(32, 64), dynamic=True)
+    assert (found.nbytes, found.flops) == (None, None)
+
+
+def test_what_depends_on_data_is_unknown() -> None:
+    (found,) = listed(Rows(), torch.zeros(5, dtype=torch.int64))
+    assert (found.nbytes, found.flops) == (None, 5 * 64)
+
+
+def test_equal_device_programs_tell_all_lines_that_they_are_from() -> None:
+    found = listed(Twice(), torch.ones(8, 32))
+    lines = {where.partition(" in ")[0] for d in found for _, where in d.ops}
+    codes = (
+        "x = torch.tanh(self.layer(x))",
+        "x = torch.tanh(self.layer(x) * 1)",
+        "x = torch.tanh(self.layer(x) * 1 * 1)",
+    )
+    assert lines == {f"{HERE}:{line_of(code)}" for code in codes}
+    assert len([d for d in found if "matmul" in d.name]) < 3
+
+
+def test_what_cannot_be_listed_is_logged_and_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = listed(Soft(), torch.ones(4, 4), flags=("--no-such-flag",))
+    assert found == ()
+    assert "profiles will tell no lines and no work" in caplog.text
