@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -134,6 +135,7 @@ def await_release() -> None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     if "--together" in sys.argv:
         await_release()
     names = [arg for arg in sys.argv[1:] if not arg.startswith("--")]
