@@ -158,7 +158,13 @@ def test_verify_says_what_cannot_be_compiled_any_more(call: Cli, folder: Path) -
     assert path.stem[:16] in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("kind", "why"), [("segv", "SIGSEGV"), ("memory", "out of memory")])
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("segv", "SIGSEGV"),
+        pytest.param("memory", "out of memory", marks=pytest.mark.sweep),
+    ],
+)
 def test_verify_reports_a_crash_of_the_compiler_and_goes_on(
     call: Cli, folder: Path, kind: str, why: str
 ) -> None:

@@ -59,6 +59,7 @@ def test_what_one_process_saves_another_runs_without_a_compiler(
         assert ran["counts"][count] == saved["counts"][count]
 
 
+@pytest.mark.sweep
 def test_what_healing_found_is_found_in_the_bundle(
     tmp_path: Path, runtime_only_python: Path
 ) -> None:

@@ -78,6 +78,7 @@ def test_different_programs_have_different_entries(
     assert (counts["compiles"], counts["cache_hits"], len(files(folder))) == (2, 2, 2)
 
 
+@pytest.mark.sweep
 def test_different_programs_have_different_entries_across_processes(tmp_path: Path) -> None:
     for i, (name, *others) in enumerate(([*DIFFERENT], [*reversed(DIFFERENT)])):
         done = run("cases", name, *others, NPU_IREE_CACHE=str(tmp_path))
