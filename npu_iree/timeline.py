@@ -76,10 +76,12 @@ class Timepoint:
             raise self._error
         try:
             soon_ns = _SOON_NS if timeout_ns is None else min(timeout_ns, _SOON_NS)
-            if not self.fence.wait(timeout=soon_ns) and (
-                timeout_ns == soon_ns or not _wait_politely(self.fence, timeout_ns)
-            ):
-                return False
+            if not self.fence.wait(timeout=soon_ns):
+                if timeout_ns == soon_ns:
+                    return False
+                is_latest = _LATEST.point is self or _LATEST.point in self._after
+                if not _block(self.fence, timeout_ns, is_polite=is_latest):
+                    return False
         except RuntimeError as error:
             self._error = self._first_failure(str(error))
             raise self._error from error
@@ -114,16 +116,31 @@ NOW = Timepoint(NO_WAIT, Work("the start"))
 NOW._reached = True
 
 
-def _wait_politely(fence: Any, timeout_ns: int | None) -> bool:
-    """Block until a fence is signalled, without taking the CPU from the thread that signals it.
+class _Latest:
+    """The work that was submitted last, in any thread."""
 
-    IREE's wait, once woken, spins until that thread has left its callback; and the threads of
-    local-task are pinned. Woken on the same CPU, we would take it away, and spin for a whole time
-    slice: 4 to 8 ms of a call of 1.5, one time in four when all CPUs compute. Linux does not let a
-    thread of the policy SCHED_BATCH take a CPU away when it wakes (sched(7)); nobody needs a right
-    for that.
+    point: Timepoint | None = None
+
+
+_LATEST = _Latest()
+
+
+def _block(fence: Any, timeout_ns: int | None, *, is_polite: bool) -> bool:
+    """Block until a fence is signalled.
+
+    IREE's wait, once woken, spins until the thread that signals has left its callback; and the
+    threads of local-task are pinned. Woken on the same CPU, we would take it away, and spin for a
+    whole time slice: 4 to 8 ms of a call of 1.5, one time in four when all CPUs compute. Linux does
+    not let a thread of the policy SCHED_BATCH take a CPU away when it wakes (sched(7)); nobody
+    needs a right for that.
+
+    Args:
+        fence: what for.
+        timeout_ns: how long at most; None: for ever.
+        is_polite: take no CPU away. Right for the last work there is, after which one is free; with
+            more behind it, we would hear of it late.
     """
-    is_batch = _BATCH is not None and os.sched_getscheduler(0) == os.SCHED_OTHER
+    is_batch = is_polite and _BATCH is not None and os.sched_getscheduler(0) == os.SCHED_OTHER
     if is_batch:
         _set_policy(_BATCH)
     try:
@@ -159,6 +176,7 @@ def observed(observer: Observer) -> Iterator[None]:
 
 def submitted(point: Timepoint) -> Timepoint:
     """Announce the end of a piece of work that has just been submitted; returns it."""
+    _LATEST.point = point
     for observer in _OBSERVERS:
         observer(point)
     return point
