@@ -43,19 +43,21 @@ def test_shapes_that_do_not_fit_are_pytorchs_errors() -> None:
 
 
 def test_out_of_memory_says_who_holds_it_and_takes_nothing() -> None:
-    held = torch.ones(1000, device=NPU) * 2
+    count = 1 << 18  # more than what tests before this one have left, by an op of its own
+    held = torch.cosh(torch.zeros(count, device=NPU))
     before = torch.npu.memory_allocated()
     torch.npu.set_memory_limit(before + 1000)
     for ask in (
         lambda: torch.zeros(10000, device=NPU),
         lambda: torch.ones(10000).to(NPU),
-        lambda: held.expand(10, 1000).contiguous(),
+        lambda: held.expand(10, count).contiguous(),
         lambda: torch.outer(held, held),
     ):
-        with pytest.raises(torch.OutOfMemoryError, match=r"4000 bytes in +1 handles made by"):
+        holds = rf"{4 * count} bytes in +1 handles made by aten.cosh.default"
+        with pytest.raises(torch.OutOfMemoryError, match=holds):
             ask()
     torch.npu.set_memory_limit(None)
-    assert held.sum().item() == 2000
+    assert held.sum().item() == count
     assert torch.npu.memory_allocated() <= before + 100
 
 
