@@ -77,10 +77,9 @@ class Timepoint:
         try:
             soon_ns = _SOON_NS if timeout_ns is None else min(timeout_ns, _SOON_NS)
             if not self.fence.wait(timeout=soon_ns):
-                if timeout_ns == soon_ns:
-                    return False
+                rest_ns = None if timeout_ns is None else timeout_ns - soon_ns
                 is_latest = _LATEST.point is self or _LATEST.point in self._after
-                if not _block(self.fence, timeout_ns, is_polite=is_latest):
+                if rest_ns == 0 or not _block(self.fence, rest_ns, is_polite=is_latest):
                     return False
         except RuntimeError as error:
             self._error = self._first_failure(str(error))

@@ -47,10 +47,10 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
         link_kernels(session, module, options.kernels)
         bound: dict[str, Any] = {}
         for function in _entry_points(module):
-            names = options.parameters.get(_symbol(function), ())
+            names = options.parameters.get(symbol_of(function), ())
             _bind_parameters(module, function, names, bound)
             with ir.Location.unknown():
-                keep_arguments(function, options.given.get(_symbol(function), ()))
+                keep_arguments(function, options.given.get(symbol_of(function), ()))
                 separate_fills(function)
                 separate_reads(function)
                 separate_pieces(function)
@@ -130,7 +130,8 @@ def _global_symbol(parameter: str) -> str:
     return f"param.{parameter}"
 
 
-def _symbol(op: Any) -> str:
+def symbol_of(op: Any) -> str:
+    """Return what an op is called in its module."""
     return str(op.attributes["sym_name"].value)
 
 

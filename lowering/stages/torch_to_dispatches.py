@@ -10,7 +10,7 @@ from typing import Any
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.dispatch_work import bytes_moved, flops, walk
 from lowering.stages.iree_session import IreeSession
-from lowering.stages.linalg_to_flow import prepare
+from lowering.stages.linalg_to_flow import prepare, symbol_of
 from lowering.stages.torch_to_linalg import lowered_to_linalg
 
 NODE_FILE = "node/"  # begins the "file" of a node's location; the position of its graph follows
@@ -83,8 +83,8 @@ def _called(op: Any) -> list[str]:
 
 def _programs(variant: Any) -> dict[str, Any]:
     ops = list(walk(variant))
-    functions = {_symbol(op): op for op in ops if op.name == "func.func"}
-    exported = [_symbol(op) for op in ops if op.name == "hal.executable.export"]
+    functions = {symbol_of(op): op for op in ops if op.name == "func.func"}
+    exported = [symbol_of(op) for op in ops if op.name == "hal.executable.export"]
     return {name: _described(functions[name]) for name in exported if name in functions}
 
 
@@ -98,10 +98,6 @@ def _described(function: Any) -> dict[str, Any]:
 def _places(op: Any) -> list[tuple[int, int]]:
     """Return the positions of graph and node that an op comes from."""
     return [(int(graph), int(node)) for graph, node in _NODE.findall(str(op.location))]
-
-
-def _symbol(op: Any) -> str:
-    return str(op.attributes["sym_name"].value)
 
 
 def _is_table(text: str) -> str | None:

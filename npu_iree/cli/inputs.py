@@ -15,7 +15,7 @@ from lowering.manifest import Argument, Call
 from lowering.signature import ScalarSpec
 from npu_iree.errors import ArgumentError, OptionError
 from npu_iree.offline.entry import LoadedEntry
-from npu_iree.offline.load import load
+from npu_iree.offline.load import LoadedProgram, load
 from npu_iree.offline.sizes import evaluate
 
 Artifact = Annotated[Path, typer.Argument(help="what npu-iree compile wrote")]
@@ -41,7 +41,11 @@ def open_entry(
     artifact: Path, entry: str | None, target: str | None, params: Path | None
 ) -> LoadedEntry:
     """Load an artifact; return the entry point that is named, or the only one."""
-    program = load(artifact, target, params=params)
+    return entry_of(load(artifact, target, params=params), entry)
+
+
+def entry_of(program: LoadedProgram, entry: str | None) -> LoadedEntry:
+    """Return the entry point that is named, or the only one."""
     return program[entry] if entry is not None else program.only()
 
 

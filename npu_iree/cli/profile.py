@@ -25,6 +25,7 @@ from npu_iree.cli.inputs import (
     Params,
     Sizes,
     Target,
+    entry_of,
     make_arguments,
 )
 from npu_iree.cli.progress import stage_progress
@@ -73,7 +74,7 @@ def profile_command(
     with telling_errors(console, as_json_=as_json_), stage_progress() as tell:
         tell("loading")
         program = load(artifact, target, params=params)
-        function = program[entry] if entry is not None else program.only()
+        function = entry_of(program, entry)
         leaves = make_arguments(function, inputs, sizes, drawn=True)
         measured = measure(program, function, leaves, calls=calls, params=params, tell=tell)
         if trace is not None:
