@@ -112,7 +112,7 @@ def call() -> list[Figure]:
 def linear() -> list[Figure]:
     """A batch-1 Linear 4096x4096: whether weights are read in place, once."""
     model, x = torch.nn.Linear(4096, 4096), torch.randn(1, 4096)
-    return figures("linear 4096 batch 1", measure(compiled(model, x), rounds=15, repeat=5))
+    return figures("linear 4096 batch 1", measure(compiled(model, x), rounds=15, repeat=50))
 
 
 def mlp() -> list[Figure]:

@@ -87,7 +87,7 @@ _CPU: dict[str, Any] = {
     "flag_sets": _CPU_FLAG_SETS,
     "candidates": _CPU_CANDIDATES,
     "choices": _CPU_CHOICES,
-    "rewrites": ("convolutions",),
+    "rewrites": ("convolutions", "products"),
 }
 
 NPU_LOCAL = Target(

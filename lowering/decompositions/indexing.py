@@ -1,5 +1,7 @@
 """Writes through tensors of indices, in the form that torch-mlir lowers rightly and IREE in place.
 
+Where the first dimensions are written as a whole, torch-mlir writes element by element.
+
 With indices of two or more dimensions whose sizes are dynamic, torch-mlir drops all but the first
 dimension of the values: memory that nobody wrote would be scattered.
 """
@@ -23,14 +25,17 @@ def index_put(
     values: torch.Tensor,
     accumulate: bool = False,
 ) -> Any:
-    """Decompose `aten.index_put` of dynamic sizes: indices of one dimension, one for each row.
+    """Decompose `aten.index_put` with whole dimensions first, or dynamic: one index for each row.
 
-    Before: %1 = index_put(%x, [None, %i], %values)     with %x of [B, L, D], %i of [S], dynamic
+    Before: %1 = index_put(%x, [None, %i], %values)                with %x of [B, L, D], %i of [S]
     After:  %b = view(expand(view(arange(B), [B, 1]), [B, S]), [B*S]); %j = view(expand(%i), [B*S])
             %1 = index_put(%x, [%b, %j], view(%values, [B*S, D]))
     """
     given = [i for i in indices if i is not None]
-    if is_static(x, values, *given) or any(i.dtype in (torch.bool, torch.uint8) for i in given):
+    if any(i.dtype in (torch.bool, torch.uint8) for i in given):
+        return _UNCHANGED
+    are_elements = indices[0] is not None or len(indices) == x.dim()
+    if is_static(x, values, *given) and are_elements:
         return _UNCHANGED
     if len(given) == len(indices) and _is_by_rows(x, given, values):
         return _UNCHANGED

@@ -7,21 +7,22 @@ whole, and a region that the cache has is not rewritten again.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from lowering.rewrites import convolutions
+from lowering.rewrites import convolutions, products
 from lowering.rewrites.recorder import Recorder
+from lowering.rewrites.rule import Rule
 from lowering.sizes import is_static
 from lowering.target import CompileTarget
 
-# What a target lists in `CompileTarget.rewrites` -> op -> a function that computes the same, or
-# returns `NotImplemented` where the op is best left as it is.
-REWRITES: Mapping[str, Mapping[Any, Callable[..., Any]]] = {
-    "convolutions": convolutions.REWRITES,
+# What a target lists in `CompileTarget.rewrites` -> op -> what it is rewritten by.
+REWRITES: Mapping[str, Mapping[Any, Rule]] = {
+    "convolutions": convolutions.RULES,
+    "products": products.RULES,
 }
 
 
@@ -39,14 +40,15 @@ def rewrite(graph_module: fx.GraphModule, target: CompileTarget) -> fx.GraphModu
     Returns:
         A new graph, or the same one if there is nothing to rewrite.
     """
-    table = {op: function for name in target.rewrites for op, function in REWRITES[name].items()}
+    table = {op: rule for name in target.rewrites for op, rule in REWRITES[name].items()}
     graph, values = fx.Graph(), dict[fx.Node, Any]()
     recorder, is_rewritten = Recorder(graph), False
     for node in graph_module.graph.nodes:
         new: Any = NotImplemented
-        if node.target in table and _is_static(node):
-            args = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            new = recorder.record(table[node.target], *args, node.meta)
+        rule = table.get(node.target) if _is_static(node) else None
+        if rule is not None and (taken := rule.takes(node)) is not None:
+            args = fx.map_arg(taken, values.__getitem__)
+            new = recorder.record(rule.function, args, node.meta)
         if new is not NotImplemented:
             is_rewritten = True
         elif node.target is operator.getitem and isinstance(values[node.args[0]], Sequence):

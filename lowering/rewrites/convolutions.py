@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from lowering.decompositions.convolution import spread
 from lowering.decompositions.halves import widened
+from lowering.rewrites.rule import Rule
 from lowering.sizes import of_each
 
 aten = torch.ops.aten
@@ -180,7 +181,7 @@ def _by_channel(pieces: Sequence[torch.Tensor], weight: torch.Tensor) -> torch.T
     return functools.reduce(torch.add, products)
 
 
-REWRITES: Mapping[Any, Callable[..., Any]] = {
-    aten.convolution.default: convolution,
-    aten.convolution_backward.default: convolution_backward,
+RULES: Mapping[Any, Rule] = {
+    aten.convolution.default: Rule(convolution),
+    aten.convolution_backward.default: Rule(convolution_backward),
 }

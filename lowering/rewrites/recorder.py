@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowering.decompositions import decomposition_table
 
+_KEPT = ("mv",)  # what a rewrite writes because it is to stay
 # What of a node's meta tells where it comes from; the rest is of its value.
 _ORIGIN = ("nn_module_stack", "stack_trace")
 
@@ -31,20 +32,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, graph: fx.Graph) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = graph
-        self._table = decomposition_table()
+        self._table = decomposition_table(keep_ops=_KEPT)
         self._fakes = FakeTensorMode()
         self._meta: Mapping[str, Any] = {}
         self._nodes: dict[int, tuple[torch.Tensor, fx.Node]] = {}
 
-    def record(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, meta: Mapping[str, Any]
-    ) -> Any:
+    def record(self, function: Callable[..., Any], args: Any, meta: Mapping[str, Any]) -> Any:
         """Call a function.
 
         Args:
             function: of tensors.
             args: of the call; nodes of the graph stand for tensors.
-            kwargs: of the call, likewise.
             meta: of the node that the call stands for.
 
         Returns:
@@ -52,9 +50,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         self._meta = {name: meta[name] for name in _ORIGIN if name in meta}
         with self._fakes, torch.no_grad():
-            args, kwargs = fx.map_arg((args, kwargs), self._tensor)
+            args = fx.map_arg(args, self._tensor)
             with self:
-                result = function(*args, **kwargs)
+                result = function(*args)
         return pytree.tree_map_only(torch.Tensor, self._node, result)
 
     def __torch_dispatch__(

@@ -10,6 +10,7 @@ from lowering.stages import CompileOptions, Stage
 from lowering.stages.call_kernels import link_kernels
 from lowering.stages.iree_session import IreeSession
 from lowering.stages.keep_arguments import keep_arguments
+from lowering.stages.read_by_rows import read_by_rows
 from lowering.stages.separate_fills import separate_fills
 from lowering.stages.separate_pieces import separate_pieces
 from lowering.stages.separate_reads import separate_reads
@@ -54,6 +55,8 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 separate_fills(function)
                 separate_reads(function)
                 separate_pieces(function)
+                if any(flag.endswith("=llvm-cpu") for flag in options.flags):
+                    read_by_rows(function)
 
 
 def _entry_points(module: Any) -> list[Any]:

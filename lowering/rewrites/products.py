@@ -1,0 +1,129 @@
+"""Products whose second factor is read as it lies in memory: not packed, not repeated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lowering.rewrites.rule import Arguments, Rule
+from lowering.sizes import is_static
+
+aten = torch.ops.aten
+_UNCHANGED: Any = NotImplemented
+# What moves elements and computes nothing.
+_MOVES = frozenset(
+    {
+        aten.clone.default,
+        aten.expand.default,
+        aten.permute.default,
+        aten.squeeze.dim,
+        aten.unsqueeze.default,
+        aten.view.default,
+    }
+)
+# To find out what a chain of moves does costs some 2 ns an element, at compile time.
+_MOST_ELEMENTS = 1 << 24
+
+
+def mm(x: torch.Tensor, rows: torch.Tensor) -> Any:
+    """Rewrite `aten.mm` of one row and a transposed matrix, which is read by rows, once.
+
+    A matrix that is read once in a call gains nothing by packing (`stages.read_by_rows`).
+
+    Before: %y = mm(%x, permute(%w, [1, 0]))                with %x of [1, K], %w of [N, K]
+    After:  %y = unsqueeze(mv(%w, view(%x, [K])), 0)
+
+    Args:
+        x: `[1, K]`, of float32.
+        rows: `[N, K]`.
+    """
+    if x.shape[0] != 1 or x.dtype != torch.float32 or 0 in (*x.shape, *rows.shape):
+        return _UNCHANGED
+    return torch.mv(rows, x.view(-1)).unsqueeze(0)
+
+
+def _rows(node: fx.Node) -> Arguments | None:
+    """Take the matrix that the second factor is the transpose of."""
+    x, factor = node.args
+    is_transposed = isinstance(factor, fx.Node) and factor.target is aten.permute.default
+    return (x, factor.args[0]) if is_transposed else None  # type: ignore[union-attr]
+
+
+def bmm(x: torch.Tensor, matrices: torch.Tensor, times: int, is_transposed: bool) -> Any:
+    """Rewrite `aten.bmm` by matrices that are repeated: grouped queries need no copies of a key.
+
+    Before: %y = bmm(%x, view(clone(expand(unsqueeze(%k, 1), [-1, R, -1, -1])), [H * R, K, N]))
+                                                     with %x of [H * R, M, K], %k of [H, K, N]
+    After:  %y = view(bmm(view(%x, [H, R * M, K]), %k), [H * R, M, N])
+
+    Args:
+        x: `[H * R, M, K]`.
+        matrices: the H matrices, one after the other, in any shape.
+        times: R, how often each of them stands in the second factor.
+        is_transposed: whether they are `[N, K]` in memory.
+    """
+    batch, count, width = x.shape
+    stored = [batch // times, -1, width] if is_transposed else [batch // times, width, -1]
+    factor = matrices.reshape(stored)
+    y = torch.bmm(
+        x.view(batch // times, times * count, width), factor.mT if is_transposed else factor
+    )
+    return y.view(batch, count, -1)
+
+
+def _repeated(node: fx.Node) -> Arguments | None:
+    """Take the matrices of which the second factor has several of each, side by side."""
+    x, factor = node.args
+    moves, source = _moves_to(factor)
+    if source is None:
+        return None
+    with _disable_current_modes():
+        return _where_repeated(x, source, moves)
+
+
+def _where_repeated(x: fx.Node, source: fx.Node, moves: Sequence[fx.Node]) -> Arguments | None:
+    """Follow the place of each element through the moves."""
+    places = torch.arange(source.meta["val"].numel(), dtype=torch.int32)
+    moved = places.view(source.meta["val"].shape)
+    for move in moves:
+        target: Any = torch.reshape if move.target is aten.view.default else move.target
+        moved = target(moved, *move.args[1:], **move.kwargs)
+    times, rest = divmod(moved.numel(), max(1, places.numel()))
+    if rest or times < 2 or len(moved) % times:
+        return None
+    first = moved[::times]
+    if not torch.equal(moved, first.repeat_interleave(times, 0)):
+        return None
+    for is_transposed, stored in ((False, first), (True, first.mT)):
+        if torch.equal(stored.reshape(-1), places):
+            return x, source, times, is_transposed
+    return None
+
+
+def _moves_to(value: Any) -> tuple[list[fx.Node], fx.Node | None]:
+    """Return the moves that end in a value, in order, from the last that repeats elements on.
+
+    And what it is that these repeat; None if there is no such move.
+    """
+    moves: list[fx.Node] = []
+    while isinstance(value, fx.Node) and value.target in _MOVES:
+        source = value.args[0]
+        moves.insert(0, value)
+        assert isinstance(source, fx.Node)
+        before, after = source.meta["val"], value.meta["val"]
+        if not is_static(before, after) or after.numel() > _MOST_ELEMENTS:
+            break
+        if before.numel() < after.numel():
+            return moves, source
+        value = source
+    return [], None
+
+
+RULES: Mapping[Any, Rule] = {
+    aten.bmm.default: Rule(bmm, _repeated),
+    aten.mm.default: Rule(mm, _rows),
+}
