@@ -36,7 +36,11 @@ from npu_iree.executable import Executable
 from npu_iree.targets import NPU_LOCAL
 
 BEFORE, AFTER = "before", "after"
-_PEELING = "--iree-llvmcpu-vector-pproc-strategy=peel"
+# What of IREE's flags for the whole process is left out before.
+_FLAGS = {
+    "peeling": "--iree-llvmcpu-vector-pproc-strategy",
+    "tiles": "--iree-llvmcpu-matmul-tile-bytes",
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Case:
     Attributes:
         function: of tensors.
         shapes: of its arguments.
-        without: `peeling`, `blocks` of attention, or the name of a rewrite.
+        without: `peeling`, large `tiles`, `blocks` of attention, or the name of a rewrite.
     """
 
     function: Callable[..., Any]
@@ -65,6 +69,11 @@ def _conv_gradients(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tenso
     window = [2], [1], [1], False, [0], 1
     backward = torch.ops.aten.convolution_backward.default
     return backward(gradient, x, weight, None, *window, [True, True, False])[:2]
+
+
+def _grouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    twice = [t.repeat_interleave(2, 1) for t in (key, value)]
+    return functional.scaled_dot_product_attention(query, *twice)
 
 
 def _rows(function: Callable[[torch.Tensor], Any], length: int) -> Case:
@@ -86,6 +95,10 @@ CASES = {
     "sum 1500": _rows(lambda x: x.sum(-1), 1500),
     "layer_norm 1500": _rows(lambda x: functional.layer_norm(x, x.shape[-1:]), 1500),
     "gelu 1500": _rows(functional.gelu, 1500),
+    "linear 4096 of one row": Case(functional.linear, [(1, 4096), (4096, 4096)], "products"),
+    "grouped keys, one query": Case(_grouped, [(1, 16, 1, 64), *[(1, 8, 512, 64)] * 2], "products"),
+    "mm 64x1024x32000": Case(functional.linear, [(64, 1024), (32000, 1024)], "tiles"),
+    "mm 64x1024x2816": Case(functional.linear, [(64, 1024), (2816, 1024)], "tiles"),
     "mm 197x768x768": Case(torch.mm, [(197, 768), (768, 768)], "peeling"),
     "attention 197": Case(
         functional.scaled_dot_product_attention, [(1, 12, 197, 64)] * 3, "peeling"
@@ -125,9 +138,10 @@ def region_of(case: Case, when: str = AFTER) -> Region:
 def compiled(name: str, when: str) -> bytes:
     """Compile a case in a process of its own, whose flags are not those of others."""
     case, target = CASES[name], NPU_LOCAL.compile
-    if when == BEFORE and case.without == "peeling":
-        flags = [flag for flag in iree_session._GLOBAL_FLAGS if flag != _PEELING]
-        iree_session._GLOBAL_FLAGS = tuple(flags)
+    if when == BEFORE and case.without in _FLAGS:
+        dropped = _FLAGS[case.without]
+        flags = tuple(f for f in iree_session.global_flags() if not f.startswith(dropped))
+        iree_session.global_flags = lambda: flags  # type: ignore[assignment]
     elif when == BEFORE:
         target = replace(target, rewrites=tuple(r for r in target.rewrites if r != case.without))
     return compile_program(Program.of(region_of(case, when)), target).vmfb

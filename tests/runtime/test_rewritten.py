@@ -47,3 +47,33 @@ def test_convolutions_along_one_dimension_and_their_gradients() -> None:
         y.square().sum().backward()
         results.append([y, x.grad, *(p.grad for p in model.parameters())])
     assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 40), (16, 16), (33, 17), (70, 100)])
+def test_products_of_one_row_of_any_size(rows: int, width: int) -> None:
+    model = torch.nn.Linear(width, rows)
+    with torch.no_grad():
+        model.weight[0, 0], model.weight[-1, -1] = float("nan"), float("inf")
+    compiled = torch.compile(model, backend="npu_iree", options={"fallback": "error"})
+    x = torch.randn(1, width)
+    with torch.no_grad():
+        assert_same(compiled(x), model(x))
+
+
+def test_grouped_queries_and_one_written_row_of_a_cache() -> None:
+    """A step of decoding: each key serves several queries, and one of each head's rows is new."""
+    query, new = torch.randn(2, 6, 1, 8), torch.randn(2, 3, 1, 8)
+
+    def step(cache: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        cache.index_copy_(2, place, new)
+        cache[:, :, place] += 1
+        keys = cache[:, :, None].expand(2, 3, 2, 20, 8).reshape(2, 6, 20, 8)
+        return torch.nn.functional.scaled_dot_product_attention(query, keys, keys)
+
+    compiled = torch.compile(step, backend="npu_iree", options={"fallback": "error"})
+    for place in (0, 19, -1):
+        caches = [torch.zeros(2, 3, 20, 8) + torch.arange(20.0).view(20, 1) for _ in range(2)]
+        index = torch.tensor([place % 20])
+        expected = step(caches[0], index)
+        assert_same(compiled(caches[1], index), expected)
+        assert_same(caches[1], caches[0])

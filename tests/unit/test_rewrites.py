@@ -144,3 +144,56 @@ def test_new_nodes_tell_the_users_line_and_what_they_are() -> None:
             assert node.meta["stack_trace"] == "here"
             assert isinstance(node.meta["val"], torch.Tensor)
             assert "tensor_meta" not in node.meta  # of the old node
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "is_transposed", "is_rewritten"),
+    [
+        (1, torch.float32, True, True),
+        (2, torch.float32, True, False),
+        (1, torch.float32, False, False),
+        (1, torch.float16, True, False),  # a product with a vector would sum in halves
+        (1, torch.float64, True, False),
+    ],
+)
+def test_a_product_of_one_row_reads_its_matrix_by_rows(
+    rows: int, kind: torch.dtype, is_transposed: bool, is_rewritten: bool
+) -> None:
+    x, weight = torch.randn(rows, 7).to(kind), torch.randn(5, 7).to(kind)
+
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x @ (weight.t() if is_transposed else weight)
+
+    args = (x, weight if is_transposed else weight.t().contiguous())
+    rewritten = rewrite(graph_of(product, *args), TARGET)
+    assert ("aten.mv.default" in ops(rewritten)) == is_rewritten
+    assert_same(rewritten(*args), product(*args))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_products_by_repeated_matrices(data: st.DataObject) -> None:
+    heads, times, m, k, n = (data.draw(st.integers(1, 4)) for _ in range(5))
+    is_transposed, is_side_by_side = data.draw(st.booleans()), data.draw(st.booleans())
+    x = torch.randn(heads * times, m, k).double()
+    matrices = torch.randn(heads, n, k).double()
+
+    def product(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+        dim, sizes = (1, (-1, times, -1, -1)) if is_side_by_side else (0, (times, -1, -1, -1))
+        repeated = matrices.unsqueeze(dim).expand(sizes).reshape(heads * times, n, k)
+        return torch.bmm(x, repeated.mT if is_transposed else repeated.reshape(-1, k, n))
+
+    graph = graph_of(product, x, matrices)
+    rewritten = rewrite(graph, TARGET)
+    is_rewritten = times > 1 and (is_side_by_side or heads == 1)
+    assert (rewritten is not graph) == is_rewritten
+    if is_rewritten:
+        (node,) = [n for n in rewritten.graph.nodes if n.target is aten.bmm.default]
+        assert node.meta["val"].shape == (heads, times * m, n)
+    assert_same(rewritten(x, matrices), product(x, matrices))
+
+
+def test_a_product_by_a_broadcast_matrix_has_one_batch() -> None:
+    x, matrix = torch.randn(6, 2, 3), torch.randn(1, 3, 4)
+    rewritten = rewrite(graph_of(lambda x, m: torch.bmm(x, m.expand(6, 3, 4)), x, matrix), TARGET)
+    assert_same(rewritten(x, matrix), torch.bmm(x, matrix.expand(6, 3, 4)))
