@@ -8,6 +8,7 @@ dimension of the values: memory that nobody wrote would be scattered.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,24 +26,48 @@ def index_put(
     values: torch.Tensor,
     accumulate: bool = False,
 ) -> Any:
-    """Decompose `aten.index_put` with whole dimensions first, or dynamic: one index for each row.
+    """Decompose `aten.index_put`: indices count from the start, and one is for a whole row.
+
+    torch-mlir writes where a negative index says, which is before the tensor. With whole dimensions
+    first it writes element by element, so these get indices of their own; dynamic ones, too.
 
     Before: %1 = index_put(%x, [None, %i], %values)                with %x of [B, L, D], %i of [S]
-    After:  %b = view(expand(view(arange(B), [B, 1]), [B, S]), [B*S]); %j = view(expand(%i), [B*S])
+    After:  %w = where(%i < 0, %i + L, %i)
+            %b = view(expand(view(arange(B), [B, 1]), [B, S]), [B*S]); %j = view(expand(%w), [B*S])
             %1 = index_put(%x, [%b, %j], view(%values, [B*S, D]))
     """
     given = [i for i in indices if i is not None]
-    if any(i.dtype in (torch.bool, torch.uint8) for i in given):
+    if _OURS.is_done or any(i.dtype in (torch.bool, torch.uint8) for i in given):
         return _UNCHANGED
-    are_elements = indices[0] is not None or len(indices) == x.dim()
-    if is_static(x, values, *given) and are_elements:
-        return _UNCHANGED
-    if len(given) == len(indices) and _is_by_rows(x, given, values):
-        return _UNCHANGED
+    indices = [
+        None if i is None else torch.where(i < 0, i + size, i)
+        for i, size in zip(indices, x.shape, strict=False)
+    ]
+    given = [i for i in indices if i is not None]
     places = [d for d, i in enumerate(indices) if i is not None]
-    if places != list(range(places[0], places[-1] + 1)):
-        return _UNCHANGED  # indices that are not side by side put their dimensions first
-    return _by_rows(x, indices[: places[-1] + 1], values, accumulate)
+    are_elements = indices[0] is not None or len(indices) == x.dim()
+    is_right = is_static(x, values, *given) and are_elements
+    # Indices that are not side by side put their dimensions first.
+    are_together = places == list(range(places[0], places[-1] + 1))
+    if not is_right and are_together and not (not places[0] and _is_by_rows(x, given, values)):
+        indices, values = _by_rows(x, indices[: places[-1] + 1], values)
+    with _OURS:
+        return aten.index_put.default(x, indices, values, accumulate)
+
+
+class _Ours(threading.local):
+    """Within it, an `index_put` is what one has been decomposed into."""
+
+    is_done = False
+
+    def __enter__(self) -> None:
+        self.is_done = True
+
+    def __exit__(self, *_: object) -> None:
+        self.is_done = False
+
+
+_OURS = _Ours()
 
 
 def _is_by_rows(x: torch.Tensor, indices: Sequence[torch.Tensor], values: torch.Tensor) -> bool:
@@ -55,11 +80,9 @@ def _is_by_rows(x: torch.Tensor, indices: Sequence[torch.Tensor], values: torch.
 
 
 def _by_rows(
-    x: torch.Tensor,
-    indices: Sequence[torch.Tensor | None],
-    values: torch.Tensor,
-    accumulate: bool,
-) -> Any:
+    x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Give each row that is written an index of its own; returns the indices, and the rows."""
     count = sum(i is None for i in indices)  # those come first
     given = _broadcast([i for i in indices if i is not None])
     sizes, rest = [*x.shape[:count], *given[0].shape], x.shape[len(indices) :]
@@ -68,9 +91,7 @@ def _by_rows(
         for d, n in enumerate(x.shape[:count])
     ]
     flat = [i.expand(sizes).reshape(-1) for i in (*rows, *given)]
-    return aten.index_put.default(
-        x, flat, values.expand([*sizes, *rest]).reshape(-1, *rest), accumulate
-    )
+    return flat, values.expand([*sizes, *rest]).reshape(-1, *rest)
 
 
 def _broadcast(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

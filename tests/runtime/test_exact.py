@@ -64,3 +64,17 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
 def test_it_gives_what_eager_gives(name: str) -> None:
     function, inputs = CASES[name]
     assert_same(torch.compile(function, backend="npu_iree")(*inputs), function(*inputs))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_negative_indices_count_from_the_end(dynamic: bool) -> None:
+    def write(x: torch.Tensor, i: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
+        add = torch.ops.aten.index_put.default
+        first, whole = x.clone(), x.clone()
+        first[i[:2]] = rows[0, 0]
+        whole[:, i] = rows
+        return [first, whole, add(x, [None, None, i], rows[0, 0, 0], True), x[:, i]]
+
+    x, i, rows = torch.randn(5, 6, 4), torch.tensor([-1, 2, -3]), torch.randn(5, 3, 4)
+    compiled = torch.compile(write, backend="npu_iree", dynamic=dynamic)
+    assert_same(compiled(x, i, rows), write(x, i, rows))
