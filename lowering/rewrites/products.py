@@ -82,11 +82,15 @@ def _repeated(node: fx.Node) -> Arguments | None:
     if source is None:
         return None
     with _disable_current_modes():
-        return _where_repeated(x, source, moves)
+        found = _as_repeated(moves, source)
+    return (x, source, *found) if found is not None else None
 
 
-def _where_repeated(x: fx.Node, source: fx.Node, moves: Sequence[fx.Node]) -> Arguments | None:
-    """Follow the place of each element through the moves."""
+def _as_repeated(moves: Sequence[fx.Node], source: fx.Node) -> tuple[int, bool] | None:
+    """Say how often each matrix is there, and whether as its transpose; None: in another way.
+
+    The moves are made with the places of the elements.
+    """
     places = torch.arange(source.meta["val"].numel(), dtype=torch.int32)
     moved = places.view(source.meta["val"].shape)
     for move in moves:
@@ -100,7 +104,7 @@ def _where_repeated(x: fx.Node, source: fx.Node, moves: Sequence[fx.Node]) -> Ar
         return None
     for is_transposed, stored in ((False, first), (True, first.mT)):
         if torch.equal(stored.reshape(-1), places):
-            return x, source, times, is_transposed
+            return times, is_transposed
     return None
 
 
