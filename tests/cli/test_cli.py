@@ -61,9 +61,14 @@ with torch.no_grad():
 """
 
 
-@pytest.mark.parametrize("target", ["npu-local", "npu-virtual"])
 @pytest.mark.parametrize(
-    "end", ["", "raise SystemExit(0)", "device = npu_iree.open_device(TARGET)"]
+    ("target", "end"),
+    [
+        ("npu-local", ""),
+        ("npu-virtual", ""),
+        ("npu-local", "raise SystemExit(0)"),
+        ("npu-local", "device = npu_iree.open_device(TARGET)"),
+    ],
 )
 def test_a_process_ends_without_a_word(target: str, end: str) -> None:
     done = run(

@@ -38,7 +38,7 @@ Members = dict[str, bytes]
     ("name", "hits"),
     [
         ("host-op", 3),
-        ("graph-break", 2),
+        pytest.param("graph-break", 2, marks=pytest.mark.sweep),
         ("training", 2),
         pytest.param("dynamic", 2, marks=pytest.mark.sweep),
         pytest.param("other-weights", 1, marks=pytest.mark.sweep),

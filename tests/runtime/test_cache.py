@@ -55,7 +55,8 @@ def litter(folder: Path) -> list[Path]:
     return [*locks, *(folder / "artifacts").glob(".*")]
 
 
-@pytest.mark.parametrize("name", ["bert", pytest.param("resnet50", marks=pytest.mark.sweep)])
+@pytest.mark.sweep  # of smaller programs, the tests below tell
+@pytest.mark.parametrize("name", ["bert", "resnet50"])
 def test_a_second_process_compiles_nothing(name: str, tmp_path: Path) -> None:
     first = run("model", name, NPU_IREE_CACHE=str(tmp_path))
     assert first["counts"]["compiles"] == first["counts"]["cache_misses"] >= 1
@@ -64,6 +65,18 @@ def test_a_second_process_compiles_nothing(name: str, tmp_path: Path) -> None:
     assert not {"compiles", "cache_misses", "compile_ms"} & second["counts"].keys()
     assert (second["compilers"], second["started"]) == ([], 0)
     assert second["away"] == first["away"] < 1e-5
+
+
+def test_what_the_cache_has_is_dumped_too(
+    folder: Path, counts: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert is_right("f32")
+    monkeypatch.setenv("NPU_IREE_DUMP", str(tmp_path / "dump"))
+    assert is_right("f32")
+    (dumped,) = (tmp_path / "dump").glob("graph*/region0/04-flow-to-vmfb.vmfb")
+    (entry,) = files(folder)
+    assert Entry.from_bytes(entry.read_bytes()).vmfb == dumped.read_bytes()
+    assert (counts["compiles"], counts["cache_hits"]) == (2, 0)
 
 
 @pytest.mark.parametrize("pair", PAIRS)

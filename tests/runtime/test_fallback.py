@@ -201,7 +201,7 @@ def test_options_of_an_inner_dict_are_taken_when_compile_is_called() -> None:
 
 
 @pytest.mark.parametrize("warm", [True, False])
-@pytest.mark.parametrize("disabled", [[], ["mul"]])
+@pytest.mark.parametrize("disabled", [pytest.param([], marks=pytest.mark.sweep), ["mul"]])
 def test_four_threads_share_one_compiled_model(
     disabled: list[str], warm: bool, target: str, counts: Counter[str]
 ) -> None:

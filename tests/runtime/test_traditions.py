@@ -222,7 +222,9 @@ class Tied(nn.Module):
         return F.cross_entropy(self.head(self.norm(self.embed(tokens))), tokens.roll(1))
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param(torch.optim.SGD, marks=pytest.mark.sweep), torch.optim.AdamW]
+)
 def test_tied_embeddings_that_are_trained(optimizer: Any, trainer: str) -> None:
     torch.manual_seed(0)
     pair = Both(Tied(), trainer)

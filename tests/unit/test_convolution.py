@@ -32,7 +32,7 @@ def calls(draw: st.DrawFn) -> tuple[list[torch.Tensor], list[object]]:
     return tensors, [stride, padding, dilation, transposed, more, groups]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(calls())
 def test_a_convolution_and_its_gradients(call: tuple[list[torch.Tensor], list[object]]) -> None:
     tensors, rest = call

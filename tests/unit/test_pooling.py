@@ -13,7 +13,7 @@ from lowering.decompositions import pooling
 aten = torch.ops.aten
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_values_and_indices_are_pytorchs(data: st.DataObject) -> None:
     def pair(low: int, high: int) -> list[int]:

@@ -48,7 +48,7 @@ def calls(draw: st.DrawFn) -> tuple[list[torch.Tensor], list[Any]]:
     return tensors, [*window, False, [0], groups]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(calls())
 def test_a_convolution_along_one_dimension(call: tuple[list[torch.Tensor], list[Any]]) -> None:
     tensors, rest = call
@@ -67,7 +67,7 @@ def test_a_convolution_along_one_dimension(call: tuple[list[torch.Tensor], list[
     assert_same(rewritten(*tensors), expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(calls())
 def test_its_gradients(call: tuple[list[torch.Tensor], list[Any]]) -> None:
     tensors, rest = call
