@@ -35,7 +35,8 @@ class Builder:
         bundle: what was saved for this model, or None; it is asked first.
         cache: store of artifacts, or None.
         may_compile: whether what neither has is compiled.
-        dump: folder for the products of the stages, or None; with it, the cache is not asked.
+        dump: folder for the products of the stages, or None; with it, the cache is not asked for
+            what may be compiled.
         counts: `compiles`, `bundle_hits`, `cache_hits`, `cache_misses`, `compile_ms` and
             `tuned_regions` are added up here.
         tuning: chooses the settings of each region by measuring, or None.
@@ -99,8 +100,8 @@ class Builder:
         if self.bundle is not None and (entry := self.bundle.entry(key)):
             self._count("bundle_hits", 1)
             return entry
-        if self.cache is None or self.dump is not None:  # what is loaded leaves nothing to dump
-            return None
+        if self.cache is None or (self.dump is not None and self.may_compile):
+            return None  # what is loaded leaves nothing to dump
         entry = self.cache.load(key)
         if entry is not None:
             self._count("cache_hits", 1)

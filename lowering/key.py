@@ -14,7 +14,6 @@ from lowering.canonical import canonical_text
 from lowering.digest import text_digest
 from lowering.kernels import Kernel, used_kernels
 from lowering.program import Program
-from lowering.stages.iree_session import global_flags
 from lowering.target import CompileTarget, FlagSet
 
 PACKAGES = ("torch", "torch-mlir", "iree-base-compiler")
@@ -80,7 +79,6 @@ def program_key(
             "given": json.dumps(program.given),
             "rebind": json.dumps(program.rebind),
             "flags": json.dumps(flag_sets),
-            "global_flags": json.dumps(global_flags()),
             "target": target.name,
             "rewrites": json.dumps(target.rewrites),
             "cpu": host_cpu() if is_for_this_cpu else "",

@@ -36,21 +36,15 @@ def index_put(
             %b = view(expand(view(arange(B), [B, 1]), [B, S]), [B*S]); %j = view(expand(%w), [B*S])
             %1 = index_put(%x, [%b, %j], view(%values, [B*S, D]))
     """
-    given = [i for i in indices if i is not None]
-    if _OURS.is_done or any(i.dtype in (torch.bool, torch.uint8) for i in given):
+    is_mask = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+    if _OURS.is_done or is_mask:
         return _UNCHANGED
     indices = [
         None if i is None else torch.where(i < 0, i + size, i)
         for i, size in zip(indices, x.shape, strict=False)
     ]
-    given = [i for i in indices if i is not None]
-    places = [d for d, i in enumerate(indices) if i is not None]
-    are_elements = indices[0] is not None or len(indices) == x.dim()
-    is_right = is_static(x, values, *given) and are_elements
-    # Indices that are not side by side put their dimensions first.
-    are_together = places == list(range(places[0], places[-1] + 1))
-    if not is_right and are_together and not (not places[0] and _is_by_rows(x, given, values)):
-        indices, values = _by_rows(x, indices[: places[-1] + 1], values)
+    if _wants_rows(x, indices, values):
+        indices, values = _by_rows(x, indices, values)
     with _OURS:
         return aten.index_put.default(x, indices, values, accumulate)
 
@@ -70,6 +64,19 @@ class _Ours(threading.local):
 _OURS = _Ours()
 
 
+def _wants_rows(
+    x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor
+) -> bool:
+    places = [d for d, i in enumerate(indices) if i is not None]
+    if places != list(range(places[0], places[-1] + 1)):
+        return False  # indices that are not side by side put their dimensions first
+    given = [i for i in indices if i is not None]
+    are_static = is_static(x, values, *given)
+    if places[0]:  # whole dimensions first
+        return not are_static or len(indices) < x.dim()
+    return not are_static and not _is_by_rows(x, given, values)
+
+
 def _is_by_rows(x: torch.Tensor, indices: Sequence[torch.Tensor], values: torch.Tensor) -> bool:
     wanted = (indices[0].numel(), *x.shape[len(indices) :])
     return (
@@ -83,9 +90,9 @@ def _by_rows(
     x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Give each row that is written an index of its own; returns the indices, and the rows."""
-    count = sum(i is None for i in indices)  # those come first
+    count = next(d for d, i in enumerate(indices) if i is not None)  # of whole dimensions
     given = _broadcast([i for i in indices if i is not None])
-    sizes, rest = [*x.shape[:count], *given[0].shape], x.shape[len(indices) :]
+    sizes, rest = [*x.shape[:count], *given[0].shape], x.shape[count + len(given) :]
     rows = [
         torch.arange(n, device=x.device).view([-1] + [1] * (len(sizes) - d - 1))
         for d, n in enumerate(x.shape[:count])

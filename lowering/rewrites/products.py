@@ -96,8 +96,8 @@ def _as_repeated(moves: Sequence[fx.Node], source: fx.Node) -> tuple[int, bool] 
     for move in moves:
         target: Any = torch.reshape if move.target is aten.view.default else move.target
         moved = target(moved, *move.args[1:], **move.kwargs)
-    times, rest = divmod(moved.numel(), max(1, places.numel()))
-    if rest or times < 2 or len(moved) % times:
+    times = moved.numel() // places.numel()
+    if len(moved) % times:
         return None
     first = moved[::times]
     if not torch.equal(moved, first.repeat_interleave(times, 0)):

@@ -68,6 +68,10 @@ with torch.no_grad():
         ("npu-virtual", ""),
         ("npu-local", "raise SystemExit(0)"),
         ("npu-local", "device = npu_iree.open_device(TARGET)"),
+        pytest.param("npu-virtual", "raise SystemExit(0)", marks=pytest.mark.sweep),
+        pytest.param(
+            "npu-virtual", "device = npu_iree.open_device(TARGET)", marks=pytest.mark.sweep
+        ),
     ],
 )
 def test_a_process_ends_without_a_word(target: str, end: str) -> None:

@@ -77,6 +77,8 @@ def test_what_the_cache_has_is_dumped_too(
     (entry,) = files(folder)
     assert Entry.from_bytes(entry.read_bytes()).vmfb == dumped.read_bytes()
     assert (counts["compiles"], counts["cache_hits"]) == (2, 0)
+    assert is_right("f32", compile="never")  # what may not be compiled is loaded all the same
+    assert (counts["compiles"], counts["cache_hits"]) == (2, 1)
 
 
 @pytest.mark.parametrize("pair", PAIRS)

@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from npu_iree.device import open_device
 from npu_iree.runner import Runner
+from programs.launch import wait_until
 
 Compile = Callable[..., Runner]
 
@@ -49,7 +50,7 @@ def test_memory_is_let_go_and_what_comes_in_its_place_is_read(compile_function: 
         check(runner, x)
     storage = StorageWeakRef(x.untyped_storage())
     del x
-    assert storage.expired()
+    wait_until(storage.expired)  # a thread of the driver may hold it a little longer
     for _ in range(20):  # some of them where the first one was
         check(runner, torch.randn(8, 8))
 

@@ -196,4 +196,6 @@ def test_products_by_repeated_matrices(data: st.DataObject) -> None:
 def test_a_product_by_a_broadcast_matrix_has_one_batch() -> None:
     x, matrix = torch.randn(6, 2, 3), torch.randn(1, 3, 4)
     rewritten = rewrite(graph_of(lambda x, m: torch.bmm(x, m.expand(6, 3, 4)), x, matrix), TARGET)
+    (node,) = [n for n in rewritten.graph.nodes if n.target is aten.bmm.default]
+    assert node.meta["val"].shape == (1, 12, 4)
     assert_same(rewritten(x, matrix), torch.bmm(x, matrix.expand(6, 3, 4)))
