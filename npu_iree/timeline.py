@@ -75,11 +75,9 @@ class Timepoint:
         if self._error is not None:
             raise self._error
         try:
-            soon_ns = _SOON_NS if timeout_ns is None else min(timeout_ns, _SOON_NS)
-            if not self.fence.wait(timeout=soon_ns):
-                rest_ns = None if timeout_ns is None else timeout_ns - soon_ns
+            if not self.fence.wait(timeout=0):
                 is_latest = _LATEST.point is self or _LATEST.point in self._after
-                if rest_ns == 0 or not _block(self.fence, rest_ns, is_polite=is_latest):
+                if timeout_ns == 0 or not _block(self.fence, timeout_ns, is_polite=is_latest):
                     return False
         except RuntimeError as error:
             self._error = self._first_failure(str(error))
@@ -149,7 +147,6 @@ def _block(fence: Any, timeout_ns: int | None, *, is_polite: bool) -> bool:
             _set_policy(os.SCHED_OTHER)
 
 
-_SOON_NS = 100_000  # what is over by then has not kept all CPUs busy
 _BATCH: Any = getattr(os, "SCHED_BATCH", None)
 
 

@@ -1,4 +1,4 @@
-"""A value again, in a way that the compiler cannot merge with the value itself."""
+"""A value again, such that the compiler cannot merge the two while it forms dispatches."""
 
 from __future__ import annotations
 
@@ -30,6 +30,32 @@ def behind_barrier(value: Any) -> Any:
         "flow.tensor.tie_shape", results=[value.type], operands=[barrier, *sizes]
     )
     return tied.result
+
+
+def drop_barriers(module: Any) -> None:
+    """Take the barriers of tensors out of a module whose dispatches are formed.
+
+    They have done what they are for; later phases would have the host wait for the bytes, in the
+    middle of a call. Those of numbers stay: the host has them.
+
+    Before: %0 = flow.dispatch @a; %1 = util.optimization_barrier %0; %2 = flow.dispatch @b(%1)
+    After:  %0 = flow.dispatch @a; %2 = flow.dispatch @b(%0)
+    """
+    from iree.compiler import ir
+
+    barriers: list[Any] = []
+
+    def visit(op: Any) -> Any:
+        if op.name == "util.optimization_barrier":
+            barriers.append(op)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    for barrier in barriers:
+        if all(isinstance(result.type, ir.RankedTensorType) for result in barrier.results):
+            for result, operand in zip(barrier.results, barrier.operands, strict=True):
+                result.replace_all_uses_with(operand)
+            barrier.erase()
 
 
 def _size(value: Any, dim: int) -> Any:

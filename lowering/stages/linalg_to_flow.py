@@ -7,6 +7,7 @@ from typing import Any
 
 from lowering.abi import PARAMETER_SCOPE
 from lowering.stages import CompileOptions, Stage
+from lowering.stages.barrier import drop_barriers
 from lowering.stages.call_kernels import link_kernels
 from lowering.stages.iree_session import IreeSession
 from lowering.stages.keep_arguments import keep_arguments
@@ -35,13 +36,24 @@ def linalg_to_flow(linalg_asm: str, options: CompileOptions) -> str:
     """
     with IreeSession(options) as session:
         module = session.parse(linalg_asm)
-        prepare(session, module, options)
-        session.compile(module, end="flow")
+        form_dispatches(session, module, options)
         return str(module.operation.get_asm())
 
 
-def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
-    """Make a module in linalg, in place, what IREE is to compile."""
+def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) -> None:
+    """Bring a module in linalg to flow, in place.
+
+    Raises:
+        RuntimeError: the compiler refused the module; the text is what it said.
+    """
+    _prepare(session, module, options)
+    session.compile(module, end="flow")
+    with session.context:
+        drop_barriers(module)
+
+
+def _prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
+    """Make a module in linalg what IREE is to compile."""
     from iree.compiler import ir
 
     with session.context:

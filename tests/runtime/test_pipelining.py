@@ -90,6 +90,35 @@ def test_device_work_up_to_the_host_op_is_submitted_before_the_call_waits(
     torch.testing.assert_close(result, two_regions_then_host(*inputs))
 
 
+X, INDEX = torch.randn(4, 8), torch.tensor([1])
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (lambda x: x.sum(1)[:, None] - x.sum(1)[None], (X,)),
+        (lambda x: torch.stack([x[:, 0].relu(), x[:, 1].tanh(), x.sum(1)], 1), (X,)),
+        (lambda x, i: x.index_copy(1, i, x[:, :1] * 2), (X, INDEX)),
+        (lambda x, i: torch.zeros(4, 8).index_add(0, i, x[:1]) + x[i], (X, INDEX)),
+        (lambda x: torch.topk(x.softmax(1), 2), (X,)),
+    ],
+    ids=["read along two axes", "columns", "a row written", "rows added", "sorted"],
+)
+def test_a_region_is_submitted_whole(
+    compile_function: Compile, function: Callable[..., object], args: tuple[torch.Tensor, ...]
+) -> None:
+    runner = compile_function(function, *args)
+    assert len(runner.plan.regions) == 1
+    with npu_iree.open_device("npu-local").hold() as gate:
+        call = Call(runner, *args)
+        assert call.is_waiting.wait(timeout=30), "the submission itself waits for the device"
+        gate.open()
+        results = call.result()
+    expected = function(*args)
+    expected = list(expected) if isinstance(expected, tuple) else [expected]
+    torch.testing.assert_close(results, expected)
+
+
 def two_independent_regions(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.median(torch.relu(x) + 1), torch.median(torch.tanh(y) * 2)
 
