@@ -10,6 +10,7 @@ from typing import Any
 from lowering.abi import PARAMETER_SCOPE, bind_function
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.iree_session import IreeSession
+from lowering.stages.read_ahead import read_ahead
 
 _PARAMETER = re.compile(rf'#flow\.parameter\.named<"{PARAMETER_SCOPE}"::"(?P<name>[^"]+)">')
 
@@ -47,7 +48,10 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
                 names = dict.fromkeys(itertools.chain.from_iterable(options.parameters.values()))
                 _add_bind_functions(module, list(names))
         output = Output.open_membuffer()
-        session.compile(module, begin="flow").output_vm_bytecode(output)
+        session.compile(module, begin="flow", end="executable-targets")
+        with session.context:
+            read_ahead(module)
+        session.compile(module, begin="executable-targets").output_vm_bytecode(output)
         return bytes(output.map_memory())
 
 

@@ -21,6 +21,8 @@ from lowering.pipeline import STAGES, Toolchain, compile_program, product_name, 
 from lowering.program import Program
 from lowering.region import Region, extract_region
 from lowering.stages import CompileOptions
+from lowering.stages.iree_session import IreeSession
+from lowering.stages.read_ahead import read_ahead
 from npu_iree.targets import NPU_LOCAL
 
 Lower = Callable[..., dict[str, str]]
@@ -101,6 +103,21 @@ def test_only_what_reads_a_reduction_along_two_axes_is_a_program_of_its_own(
     flow = lowered(function, torch.zeros(8, 8))["linalg-to-flow"]
     assert count(r"flow\.dispatch @", flow) == programs
     assert count("optimization_barrier", flow) == 0, "the host would wait there"
+
+
+@pytest.mark.parametrize(
+    ("function", "prefetches"), [(torch.mm, 2), (lambda x, y: x.sigmoid() * y, 0)]
+)
+def test_products_read_both_factors_ahead(
+    lowered: Lower, function: Callable[..., Any], prefetches: int
+) -> None:
+    flow = lowered(lambda x, y: function(x, y), torch.zeros(64, 64), torch.zeros(64, 64))
+    with IreeSession(CompileOptions(flags=NPU_LOCAL.compile.flag_sets[0])) as session:
+        module = session.parse(flow["linalg-to-flow"])
+        session.compile(module, begin="flow", end="executable-targets")
+        with session.context:
+            read_ahead(module)
+        assert count(r"llvm\.intr\.prefetch", str(module)) == prefetches
 
 
 @pytest.mark.parametrize(("function", "kept"), [(torch.sort, 1), (torch.relu, 0)])

@@ -25,6 +25,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], set[str]]] 
         {"convolution", "depthwise"},
     ),
     "rows": (torch.mm, (ROWS, torch.randn(16, 8)), {"matmul"}),
+    "half": (torch.mm, (ROWS.bfloat16(), ROWS.T.bfloat16()), {"matmul", "bfloat16"}),
     "row": (torch.mm, (ROW, torch.randn(16, 8)), {"matmul", "few-rows"}),
     "bias": (torch.addmm, (torch.randn(8), ROW, torch.randn(16, 8)), {"matmul", "few-rows"}),
 }
