@@ -1,4 +1,4 @@
-"""Measure what rewrites of the graph, and what IREE's way with odd rows, cost or gain.
+"""Measure what rewrites of graphs and loops, and IREE's way with odd rows, cost or gain.
 
 Each case is compiled twice, without and with what is to pay, and run in turn in one process.
 

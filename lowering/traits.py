@@ -49,16 +49,15 @@ def _has_few_rows(node: fx.Node) -> bool:
     return isinstance(rows, int) and rows <= FEW_ROWS
 
 
-def _is_bfloat16(node: fx.Node) -> bool:
-    """Say whether a product or convolution is one of bfloat16."""
-    is_product = _is_matmul(node) or _is_convolution(node)
-    value = node.meta.get("val")
-    return is_product and isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16
+def _is_float32(node: fx.Node) -> bool:
+    """Say whether a product or convolution is one of float32."""
+    factor = node.args[_MATMULS.get(node.target, 0)]
+    value = factor.meta.get("val") if isinstance(factor, fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float32
 
 
 # word -> what a node is that makes a program have it.
 _ANY: dict[str, Callable[[fx.Node], bool]] = {
-    "bfloat16": _is_bfloat16,
     "convolution": _is_convolution,
     "depthwise": _is_depthwise,
     "matmul": _is_matmul,
@@ -68,15 +67,17 @@ _ANY: dict[str, Callable[[fx.Node], bool]] = {
 def traits_of(graphs: Sequence[fx.GraphModule]) -> frozenset[str]:
     """Return what of the following graphs contain.
 
-    `convolution`, `depthwise` (one in groups), `matmul`, `bfloat16` (a product or convolution of
-    that type); `pointwise`: there are convolutions, and at least half have kernels of one element;
-    `few-rows`: there are products, and most have at most 8 rows.
+    `convolution`, `depthwise` (one in groups), `matmul`; `float32`: there are products or
+    convolutions, all of that type; `pointwise`: there are convolutions, and at least half have
+    kernels of one element; `few-rows`: there are products, and most have at most 8 rows.
     """
     nodes = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
     found = {word for word, is_such in _ANY.items() if any(map(is_such, nodes))}
     few, products = sum(map(_has_few_rows, nodes)), sum(map(_is_matmul, nodes))
     pointwise, convolutions = sum(map(_is_pointwise, nodes)), sum(map(_is_convolution, nodes))
+    factors = [node for node in nodes if _is_matmul(node) or _is_convolution(node)]
     mostly = {
+        "float32": factors and all(map(_is_float32, factors)),
         "few-rows": 2 * few > products,
         "pointwise": pointwise and 2 * pointwise >= convolutions,
     }

@@ -75,7 +75,7 @@ class Timepoint:
         if self._error is not None:
             raise self._error
         try:
-            if not self.fence.wait(timeout=0):
+            if not self.fence.wait(timeout=0):  # IREE rounds any other up to a millisecond
                 is_latest = _LATEST.point is self or _LATEST.point in self._after
                 if timeout_ns == 0 or not _block(self.fence, timeout_ns, is_polite=is_latest):
                     return False

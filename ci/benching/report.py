@@ -91,7 +91,7 @@ def _geometric_mean(values: Iterable[float]) -> float:
 
 
 def plot(cases: Cases, path: Path) -> None:
-    """Draw the time of a call over eager's, model by model."""
+    """Draw the time of a call over eager's, model by model: bars go up or down from eager's."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -102,9 +102,12 @@ def plot(cases: Cases, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(1.0 + 0.8 * len(cases), 4))
     width = 0.8 / max(1, len(backends))
     for i, backend in enumerate(backends):
-        heights = [rows.get(backend, {}).get("of_eager") or 0 for rows in cases.values()]
-        axes.bar([x + i * width for x in range(len(cases))], heights, width, label=backend)
+        ratios = [rows.get(backend, {}).get("of_eager") or 1.0 for rows in cases.values()]
+        places = [x + i * width for x in range(len(cases))]
+        axes.bar(places, [ratio - 1 for ratio in ratios], width, bottom=1, label=backend)
     axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xticks([x + 0.4 - width / 2 for x in range(len(cases))], list(cases), rotation=45)
     axes.set_ylabel("time of a call over eager's")
     axes.legend()

@@ -35,8 +35,9 @@ def behind_barrier(value: Any) -> Any:
 def drop_barriers(module: Any) -> None:
     """Take the barriers of tensors out of a module whose dispatches are formed.
 
-    They have done what they are for; later phases would have the host wait for the bytes, in the
-    middle of a call. Those of numbers stay: the host has them.
+    Nothing is fused any more, and later phases would have the host wait for the bytes, in the
+    middle of a call. Those of numbers stay, and those of tensors of one element: they keep equal
+    fills apart (`separate_fills`) until buffers are assigned.
 
     Before: %0 = flow.dispatch @a; %1 = util.optimization_barrier %0; %2 = flow.dispatch @b(%1)
     After:  %0 = flow.dispatch @a; %2 = flow.dispatch @b(%0)
@@ -52,10 +53,16 @@ def drop_barriers(module: Any) -> None:
 
     module.operation.walk(visit)
     for barrier in barriers:
-        if all(isinstance(result.type, ir.RankedTensorType) for result in barrier.results):
+        if all(_has_dimensions(result.type) for result in barrier.results):
             for result, operand in zip(barrier.results, barrier.operands, strict=True):
                 result.replace_all_uses_with(operand)
             barrier.erase()
+
+
+def _has_dimensions(kind: Any) -> bool:
+    from iree.compiler import ir
+
+    return isinstance(kind, ir.RankedTensorType) and kind.rank > 0
 
 
 def _size(value: Any, dim: int) -> Any:

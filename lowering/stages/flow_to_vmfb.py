@@ -12,6 +12,7 @@ from lowering.stages import CompileOptions, Stage
 from lowering.stages.iree_session import IreeSession
 from lowering.stages.read_ahead import read_ahead
 
+DATA_TILING = "--iree-opt-data-tiling"
 _PARAMETER = re.compile(rf'#flow\.parameter\.named<"{PARAMETER_SCOPE}"::"(?P<name>[^"]+)">')
 
 
@@ -29,6 +30,9 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
                 %w = hal.tensor.import wait(%wait) => %view
                 %0 = flow.tensor.encode %w; util.global.store %0, @packed
                 hal.tensor.barrier join(%0) => %signal }
+
+    With data tiling, products read ahead (`lowering.stages.read_ahead`): `iree-compile
+    --compile-from=flow` on the same input gives the same code without that.
 
     Args:
         flow_asm: one module, as `linalg-to-flow` leaves it.
@@ -48,10 +52,13 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
                 names = dict.fromkeys(itertools.chain.from_iterable(options.parameters.values()))
                 _add_bind_functions(module, list(names))
         output = Output.open_membuffer()
-        session.compile(module, begin="flow", end="executable-targets")
-        with session.context:
-            read_ahead(module)
-        session.compile(module, begin="executable-targets").output_vm_bytecode(output)
+        begin = "flow"
+        if DATA_TILING in options.flags:
+            session.compile(module, begin=begin, end="executable-targets")
+            with session.context:
+                read_ahead(module)
+            begin = "executable-targets"
+        session.compile(module, begin=begin).output_vm_bytecode(output)
         return bytes(output.map_memory())
 
 

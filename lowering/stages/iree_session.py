@@ -88,9 +88,9 @@ class IreeSession(MlirContext):
 def global_flags() -> tuple[str, ...]:
     """Return the flags that IREE gets for the whole process.
 
-    With more CPUs the tiles of a product are smaller: each CPU is to have some. They change how
-    fast the code is, not what it computes, nor where it runs: they are in no key, and code that is
-    compiled on one machine serves another.
+    With more CPUs the tiles of a product are smaller: each CPU is to have some. This flag, the one
+    that differs between machines, decides how fast the code is, not what it computes, nor where it
+    runs: it is in no key, and code that is compiled on one machine serves another.
     """
     tile = max(_LEAST_TILE_BYTES, 2 * _TILE_BYTES // max(2, os.cpu_count() or 2))
     return (*_GLOBAL_FLAGS, f"--iree-llvmcpu-matmul-tile-bytes={tile}")

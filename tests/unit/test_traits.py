@@ -17,17 +17,26 @@ conv = torch.nn.functional.conv2d
 IMAGE, ROW, ROWS = torch.randn(1, 8, 9, 9), torch.randn(1, 16), torch.randn(64, 16)
 CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], set[str]]] = {
     "nothing": (torch.relu, (ROW,), set()),
-    "conv": (conv, (IMAGE, torch.randn(4, 8, 3, 3)), {"convolution"}),
-    "pointwise": (conv, (IMAGE, torch.randn(4, 8, 1, 1)), {"convolution", "pointwise"}),
+    "conv": (conv, (IMAGE, torch.randn(4, 8, 3, 3)), {"convolution", "float32"}),
+    "pointwise": (conv, (IMAGE, torch.randn(4, 8, 1, 1)), {"convolution", "pointwise", "float32"}),
     "depthwise": (
         lambda x, w: conv(x, w, groups=8),
         (IMAGE, torch.randn(8, 1, 3, 3)),
-        {"convolution", "depthwise"},
+        {"convolution", "depthwise", "float32"},
     ),
-    "rows": (torch.mm, (ROWS, torch.randn(16, 8)), {"matmul"}),
-    "half": (torch.mm, (ROWS.bfloat16(), ROWS.T.bfloat16()), {"matmul", "bfloat16"}),
-    "row": (torch.mm, (ROW, torch.randn(16, 8)), {"matmul", "few-rows"}),
-    "bias": (torch.addmm, (torch.randn(8), ROW, torch.randn(16, 8)), {"matmul", "few-rows"}),
+    "rows": (torch.mm, (ROWS, torch.randn(16, 8)), {"matmul", "float32"}),
+    "bfloat16": (torch.mm, (ROWS.bfloat16(), ROWS.T.bfloat16()), {"matmul"}),
+    "both": (
+        lambda x, y: (x @ y, x.bfloat16() @ y.bfloat16()),
+        (ROWS, ROWS.T),
+        {"matmul"},
+    ),
+    "row": (torch.mm, (ROW, torch.randn(16, 8)), {"matmul", "few-rows", "float32"}),
+    "bias": (
+        torch.addmm,
+        (torch.randn(8), ROW, torch.randn(16, 8)),
+        {"matmul", "few-rows", "float32"},
+    ),
 }
 
 
@@ -44,11 +53,11 @@ def test_the_first_choice_that_fits_comes_before_the_flag_sets() -> None:
         flag_sets=(("--a",), ("--b",)),
         candidates=(Candidate(name="c", flags=("--c",)), Candidate(name="b", flags=("--b",))),
         choices=(
-            Choice(traits=frozenset({"matmul", "few-rows"}), candidates=("c", "b")),
+            Choice(traits=frozenset({"matmul", "few-rows", "float32"}), candidates=("c", "b")),
             Choice(traits=frozenset({"matmul"}), candidates=("b",)),
         ),
     )
-    assert target.flag_sets_for({"matmul", "few-rows"}) == (("--c",), ("--b",), ("--a",))
+    assert target.flag_sets_for({"matmul", "few-rows", "float32"}) == (("--c",), ("--b",), ("--a",))
     assert target.flag_sets_for({"matmul"}, ("--u",)) == (("--b", "--u"), ("--a", "--u"))
     assert target.flag_sets_for() == (("--a",), ("--b",))
     assert target.replacing("--b", "--z").flag_sets_for({"matmul"}) == (("--z",), ("--a",))
