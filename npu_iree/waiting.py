@@ -12,11 +12,15 @@ from torch.utils import _pytree as pytree
 
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device
-from npu_iree.errors import DeviceTimeoutError
+from npu_iree.errors import DeviceError, DeviceTimeoutError
 from npu_iree.timeline import after_all
 from npu_iree.torch_device.current import is_on_npu
 from npu_iree.torch_device.storage import held_by
 from npu_iree.transfers import Transfer, is_watched, record
+
+# IREE's bridge to asyncio ends with the first failure that it is told of, and tells nobody: who
+# waits looks for himself now and then.
+_LOOK_AGAIN_S = 0.05
 
 
 async def ready(tree: Any) -> Any:
@@ -41,7 +45,9 @@ async def ready(tree: Any) -> Any:
     with contextlib.suppress(RuntimeError):  # a failure, which the handles tell better
         semaphore = after_all(ahead[0].device.hal, [a.ready for a in ahead])
         async with _Bridge(ahead[0].device) as bridge:
-            await bridge.on_semaphore(semaphore, 1, True)
+            done = asyncio.ensure_future(bridge.on_semaphore(semaphore, 1, True))
+            while not (done.done() or _is_over(ahead)):
+                await asyncio.wait([done], timeout=_LOOK_AGAIN_S)
     for array in ahead:
         array.wait()
     return tree
@@ -103,6 +109,14 @@ class _Bridge:
             self._open[self._key] = bridge, users - 1
         else:
             bridge.stop()
+
+
+def _is_over(arrays: Sequence[DeviceArray]) -> bool:
+    """Say whether the bytes of all handles exist, or one of them never will."""
+    try:
+        return all(array.is_ready() for array in arrays)
+    except DeviceError:
+        return True
 
 
 def _arrays(tree: Any) -> list[DeviceArray]:

@@ -87,6 +87,27 @@ def test_a_failure_arrives_where_it_is_awaited(device: Device) -> None:
     assert (a + 1).tolist() == [2, 2, 2]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # IREE's bridge
+def test_a_failure_arrives_where_it_was_awaited_before_and_others_go_on(device: Device) -> None:
+    a = torch.ones(3, device=NPU)
+
+    async def main() -> None:
+        last = device.gate()
+        other = asyncio.create_task(npu_iree.ready(device.put(torch.ones(3), after=last.point)))
+        with device.hold() as gate:
+            task = asyncio.create_task(npu_iree.ready(a + 1))
+            await asyncio.sleep(0.02)
+            assert not task.done()
+            gate.fail("the device was lost")
+            with pytest.raises(npu_iree.DeviceError, match="the device was lost"):
+                await asyncio.wait_for(task, timeout=20)
+        assert not other.done()
+        last.open()
+        await asyncio.wait_for(other, timeout=20)
+
+    asyncio.run(main())
+
+
 def test_wait_any_returns_the_first_that_is_done(device: Device) -> None:
     a = torch.ones(3, device=NPU)
     with device.hold() as gate:
