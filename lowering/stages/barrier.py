@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lowering.stages.dispatch_work import walk
+
 
 def behind_barrier(value: Any) -> Any:
     """Put a barrier at the insertion point; its result has the dynamic sizes of the value.
@@ -42,17 +44,7 @@ def drop_barriers(module: Any) -> None:
     Before: %0 = flow.dispatch @a; %1 = util.optimization_barrier %0; %2 = flow.dispatch @b(%1)
     After:  %0 = flow.dispatch @a; %2 = flow.dispatch @b(%0)
     """
-    from iree.compiler import ir
-
-    barriers: list[Any] = []
-
-    def visit(op: Any) -> Any:
-        if op.name == "util.optimization_barrier":
-            barriers.append(op)
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(visit)
-    for barrier in barriers:
+    for barrier in [op for op in walk(module) if op.name == "util.optimization_barrier"]:
         if all(_has_dimensions(result.type) for result in barrier.results):
             for result, operand in zip(barrier.results, barrier.operands, strict=True):
                 result.replace_all_uses_with(operand)

@@ -12,7 +12,7 @@ from lowering.stages import CompileOptions, Stage
 from lowering.stages.iree_session import IreeSession
 from lowering.stages.read_ahead import read_ahead
 
-DATA_TILING = "--iree-opt-data-tiling"
+_DATA_TILING = "--iree-opt-data-tiling"
 _PARAMETER = re.compile(rf'#flow\.parameter\.named<"{PARAMETER_SCOPE}"::"(?P<name>[^"]+)">')
 
 
@@ -53,7 +53,7 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
                 _add_bind_functions(module, list(names))
         output = Output.open_membuffer()
         begin = "flow"
-        if DATA_TILING in options.flags:
+        if _DATA_TILING in options.flags:
             session.compile(module, begin=begin, end="executable-targets")
             with session.context:
                 read_ahead(module)

@@ -46,14 +46,14 @@ def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) 
     Raises:
         RuntimeError: the compiler refused the module; the text is what it said.
     """
-    _prepare(session, module, options)
+    prepare(session, module, options)
     session.compile(module, end="flow")
     with session.context:
         drop_barriers(module)
 
 
-def _prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
-    """Make a module in linalg what IREE is to compile."""
+def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
+    """Make a module in linalg, in place, what IREE is to compile."""
     from iree.compiler import ir
 
     with session.context:

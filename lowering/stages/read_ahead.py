@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from lowering.stages.linalg_to_flow import symbol_of
+
 _AHEAD_BYTES = 512  # 8 steps of a loop over panels of 16 floats
 _LEAST_USES = 4
 _PRODUCTS = frozenset({"llvm.intr.fma", "llvm.intr.fmuladd"})
@@ -45,7 +47,7 @@ def _matmuls(module: Any) -> Iterator[Any]:
         for variant in _inside(executable, "hal.executable.variant"):
             for inner in _inside(variant, "builtin.module"):
                 for function in _inside(inner, "llvm.func"):
-                    if "matmul" in function.attributes["sym_name"].value:
+                    if "matmul" in symbol_of(function):
                         yield function
 
 

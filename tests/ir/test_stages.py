@@ -22,6 +22,7 @@ from lowering.program import Program
 from lowering.region import Region, extract_region
 from lowering.stages import CompileOptions
 from lowering.stages.iree_session import IreeSession
+from lowering.stages.linalg_to_flow import prepare
 from lowering.stages.read_ahead import read_ahead
 from npu_iree.targets import NPU_LOCAL
 
@@ -88,21 +89,26 @@ def test_f64_stays_f64(lowered: Lower) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "programs"),
+    ("function", "barriers", "programs"),
     [
-        (lambda x: x.sum(1)[:, None] - x.sum(1)[None], 2),
-        (lambda x: (lambda p: p - p.mT)(torch.softmax(x, -1)), 2),
-        (lambda x: torch.softmax(x, -1), 1),
-        (lambda x: torch.nn.functional.layer_norm(x, (8,)), 3),
-        (lambda x: (lambda y: y + y.mT)(torch.relu(x)), 1),
+        (lambda x: x.sum(1)[:, None] - x.sum(1)[None], 1, 2),
+        (lambda x: (lambda p: p - p.mT)(torch.softmax(x, -1)), 1, 2),
+        (lambda x: torch.softmax(x, -1), 0, 1),
+        (lambda x: torch.nn.functional.layer_norm(x, (8,)), 0, 3),
+        (lambda x: (lambda y: y + y.mT)(torch.relu(x)), 0, 1),
     ],
 )
-def test_what_reads_a_reduction_along_two_axes_is_a_program_of_its_own(
-    lowered: Lower, function: Callable[..., Any], programs: int
+def test_a_barrier_stands_only_where_one_op_reads_a_reduction_along_two_axes(
+    lowered: Lower, function: Callable[..., Any], barriers: int, programs: int
 ) -> None:
-    flow = lowered(function, torch.zeros(8, 8))["linalg-to-flow"]
-    assert count(r"flow\.dispatch @", flow) == programs
-    assert count("optimization_barrier", flow) == 0, "the host would wait there"
+    ir = lowered(function, torch.zeros(8, 8))
+    options = CompileOptions(flags=NPU_LOCAL.compile.flag_sets[0])
+    with IreeSession(options) as session:
+        module = session.parse(ir["torch-to-linalg"])
+        prepare(session, module, options)
+        assert count(r"util\.optimization_barrier", str(module)) == barriers
+    assert count(r"flow\.dispatch @", ir["linalg-to-flow"]) == programs
+    assert count("optimization_barrier", ir["linalg-to-flow"]) == 0, "the host would wait there"
 
 
 @pytest.mark.parametrize(

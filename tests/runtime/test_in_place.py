@@ -50,7 +50,8 @@ def test_memory_is_let_go_and_what_comes_in_its_place_is_read(compile_function: 
         check(runner, x)
     storage = StorageWeakRef(x.untyped_storage())
     del x
-    wait_until(storage.expired)  # a thread of the driver may hold it a little longer
+    # Once in 5000 it is held on to after the call, for up to 7 ms; 62 times and 21 ms under load.
+    wait_until(storage.expired, limit_s=1)
     for _ in range(20):  # some of them where the first one was
         check(runner, torch.randn(8, 8))
 
