@@ -36,6 +36,7 @@ class Device:
     Attributes:
         target: what it is.
         hal: the HAL device.
+        inline: the one that works on the calling thread, or None.
         memory: its border; `memory.count` is what the device itself has seen cross.
         order: gives the points in time after which new work of the calling thread starts; None if
             nobody has asked for such an order.
@@ -43,14 +44,9 @@ class Device:
 
     def __init__(self, target: Target) -> None:
         check_versions("torch", "iree-base-runtime")
-        try:
-            driver = _driver(target.driver.partition("://")[0])
-            self.hal = driver.create_device_by_uri(target.driver)
-        except (RuntimeError, ValueError) as error:
-            raise TargetError(
-                f"cannot open a device for target {target.name!r} (driver {target.driver}): {error}"
-            ) from error
         self.target = target
+        self.hal = self._open(target.driver)
+        self.inline = self._open(target.inline_driver) if target.inline_driver else None
         self.memory: Memory = MEMORIES[target.memory](self.hal)
         self._in_flight: deque[tuple[Timepoint, int]] = deque()
         self._in_flight_bytes = 0
@@ -58,6 +54,14 @@ class Device:
         self._held: tuple[Gate, ...] = ()
         self._is_of_parent = False
         self.order: Callable[[], Sequence[Timepoint]] | None = None
+
+    def _open(self, uri: str) -> Any:
+        try:
+            return _driver(uri.partition("://")[0]).create_device_by_uri(uri)
+        except (RuntimeError, ValueError) as error:
+            raise TargetError(
+                f"cannot open a device for target {self.target.name!r} (driver {uri}): {error}"
+            ) from error
 
     @property
     def crossing_mode(self) -> Literal["staged", "aliased"]:
@@ -281,6 +285,7 @@ def open_device(target: Target | str = "npu-local") -> Device:
         if target.name not in _DEVICES:
             device = _DEVICES[target.name] = Device(target)
             _keep_for_ever(device.hal)
+            _keep_for_ever(device.inline)
         return _DEVICES[target.name]
 
 

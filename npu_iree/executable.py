@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from iree.runtime import _binding as hal
@@ -17,6 +18,17 @@ from npu_iree.device import Device
 from npu_iree.timeline import Timepoint, Work, joined, new_fence, submitted
 
 _INSTANCE = hal.VmInstance()
+# Up to this effort a call runs on the calling thread. At the limit that takes 5 to 50 us, about as
+# long as a thread takes to wake (on idle virtual CPUs, two of them: 25 to 60 us of each call).
+INLINE_EFFORT = 1 << 17
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """A HAL device that calls go to, and the module loaded there."""
+
+    hal: Any
+    context: Any
 
 
 class Executable:
@@ -34,12 +46,13 @@ class Executable:
         self._device = device
         self._lock = threading.Lock()
         self._module = hal.VmModule.copy_buffer(_INSTANCE, artifact.vmfb)
-        self._hal_module = hal.create_hal_module(_INSTANCE, device.hal)
-        self._context: Any = None
+        self._queue: _Lane
+        self._inline: _Lane | None = None
         self._bound: list[Timepoint] = []
         self.functions = {name: Function(self, name) for name in artifact.entries}
         if not any(entry.signature.parameters for entry in artifact.entries.values()):
             self.load(None)
+            self._inline = self._lane(device.inline) if device.inline is not None else None
 
     def load(self, parameters: Any | None) -> None:
         """Give the parameters their first values.
@@ -54,13 +67,17 @@ class Executable:
             RuntimeError: IREE refused the module or a parameter.
         """
         self._device.start_point()  # not in a forked child
-        modules = [self._hal_module]
+        modules = []
         if parameters is not None:
             provider = parameters.create_provider(scope=PARAMETER_SCOPE)
             modules.append(hal.create_io_parameters_module(_INSTANCE, provider))
-        context = hal.VmContext(_INSTANCE, [*modules, self._module])
+        queue = self._lane(self._device.hal, modules)
         with self._lock:
-            self._context = context
+            self._queue = queue
+
+    def _lane(self, device: Any, modules: Sequence[Any] = ()) -> _Lane:
+        hal_module = hal.create_hal_module(_INSTANCE, device)
+        return _Lane(device, hal.VmContext(_INSTANCE, [hal_module, *modules, self._module]))
 
     def can_rebind(self, name: str) -> bool:
         """Say whether a parameter can be bound anew without loading all of them again."""
@@ -76,7 +93,7 @@ class Executable:
         inputs.push_ref(fence)
         inputs.push_ref(signal)
         with self._lock:
-            self._context.invoke(function, inputs, hal.VmVariantList(0))
+            self._queue.context.invoke(function, inputs, hal.VmVariantList(0))
         work = Work(f"bind {name} of {self.artifact.name}")
         point = submitted(Timepoint(signal, work, ahead))
         self._bound = [point]
@@ -104,18 +121,49 @@ class Function:
         self._function = function
         self._outputs = [(DTYPES[s.dtype], _static(s)) for s in entry.signature.outputs]
 
-    def __call__(self, *args: DeviceArray | int | float | bool) -> list[DeviceArray]:
+    def __call__(
+        self, *args: DeviceArray | int | float | bool, is_small: bool = False
+    ) -> list[DeviceArray]:
         """Submit a call; returns handles at once. The device itself waits for the arguments.
 
         Args:
             args: handles of this device and numbers, as the signature says.
+            is_small: whether it may run on the calling thread if all arguments are there.
 
         Raises:
             DeviceError: the work that makes an argument has failed already.
         """
         inputs = hal.VmVariantList(len(args) + 2)
-        executable, device = self._executable, self._device
-        points = [p for p in executable._bound if not p.is_reached()] if executable._bound else []
+        points = self._push(args, inputs)
+        if points and is_small:
+            points = [p for p in points if not p.is_reached()]
+        executable = self._executable
+        inline = executable._inline if is_small and not points else None
+        lane = inline or executable._queue
+        fence, ahead = joined(points)
+        signal = new_fence(lane.hal)
+        inputs.push_ref(fence)
+        inputs.push_ref(signal)
+        results = hal.VmVariantList(len(self._outputs))
+        try:
+            with executable._lock:
+                lane.context.invoke(self._function, inputs, results)
+        except RuntimeError:
+            for point in points:  # what has failed already fails this, and tells better why
+                point.is_reached()
+            raise
+        ready = Timepoint(signal, self.work, ahead)
+        if inline is not None:
+            ready.look()
+        arrays = self._pop(results, submitted(ready))
+        if not ready._reached:
+            self._device.track(ready, sum([array.nbytes for array in arrays]))
+        return arrays
+
+    def _push(self, args: Sequence[DeviceArray | float], inputs: Any) -> list[Timepoint]:
+        """Append the arguments of a call; returns the points in time that it waits for."""
+        bound, device = self._executable._bound, self._device
+        points = [p for p in bound if not p.is_reached()] if bound else []
         for arg in args:
             if isinstance(arg, DeviceArray):
                 inputs.push_ref(arg._view)
@@ -127,26 +175,15 @@ class Function:
                 inputs.push_int(arg)
         if device._held or device._is_of_parent or device.order is not None:
             points.append(device.start_point())
-        fence, ahead = joined(points)
-        signal = new_fence(device.hal)
-        inputs.push_ref(fence)
-        inputs.push_ref(signal)
-        results = hal.VmVariantList(len(self._outputs))
-        try:
-            with executable._lock:
-                executable._context.invoke(self._function, inputs, results)
-        except RuntimeError:
-            for point in points:  # what has failed already fails this, and tells better why
-                point.is_reached()
-            raise
-        ready = submitted(Timepoint(signal, self.work, ahead))
-        arrays, nbytes = [], 0
+        return points
+
+    def _pop(self, results: Any, ready: Timepoint) -> list[DeviceArray]:
+        """Take the results of a call as handles."""
+        arrays = []
         for i, (dtype, shape) in enumerate(self._outputs):
             view = results.get_as_object(i, hal.HalBufferView)
-            nbytes += view.byte_length
             shape_now = tuple(view.shape) if shape is None else shape
-            arrays.append(DeviceArray(device, view, shape_now, dtype, ready))
-        device.track(ready, nbytes)
+            arrays.append(DeviceArray(self._device, view, shape_now, dtype, ready))
         return arrays
 
 

@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowering.abi import ENTRY
+from lowering.effort import Effort
 from lowering.host import extract_host
 from lowering.plan import Free, Gather, Host, Invoke, Plan, Put, Scalar, Step, Value, Write
 from lowering.region import memory_order
@@ -23,7 +24,7 @@ from npu_iree.border import Crossing, Import, fetch, put_in_place, write_back
 from npu_iree.device import Device
 from npu_iree.empty_sizes import is_empty, may_be_empty, run_on_host
 from npu_iree.errors import DeviceError, InternalError
-from npu_iree.executable import Executable
+from npu_iree.executable import INLINE_EFFORT, Executable
 from npu_iree.timeline import wait_all
 from npu_iree.weights import Weights
 
@@ -202,6 +203,7 @@ class Runner:
         targets = [self._index[name] for name in outputs]
         code, device, weights = self.plan.regions[region], self._device, self._weights
         is_dynamic = may_be_empty(code)
+        is_small = not is_dynamic and Effort.of(code).bound({}) <= INLINE_EFFORT
 
         def run(environment: _Environment) -> None:
             host, handles, _ = environment
@@ -209,7 +211,7 @@ class Runner:
             if is_dynamic and any(map(is_empty, args)):
                 results = run_on_host(device, code, args, weights.bound(region))
             else:
-                results = function(*args)
+                results = function(*args, is_small=is_small)
             for i, array in zip(targets, results, strict=True):
                 handles[i] = array
 

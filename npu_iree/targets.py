@@ -33,6 +33,8 @@ class Target:
     Attributes:
         compile: what the compiler may know: flags, capabilities, decompositions.
         driver: IREE HAL device URI, e.g. `local-task` or `cuda://0`.
+        inline_driver: URI of a device on the same memory, for the same code, that works on the
+            calling thread: for calls so small that waking another takes longer. Empty: none.
         memory: `unified` if host tensors can be device buffers as they are; `discrete` if every
             import and export is a copy through a staging buffer.
         alignment_bytes: what an address must be a multiple of to be used in place.
@@ -42,6 +44,7 @@ class Target:
 
     compile: CompileTarget
     driver: str
+    inline_driver: str = ""
     memory: Literal["unified", "discrete"]
     alignment_bytes: int = 64
     max_in_flight: int = 256
@@ -106,7 +109,10 @@ _CPU: dict[str, Any] = {
 }
 
 NPU_LOCAL = Target(
-    compile=CompileTarget(name="npu-local", **_CPU), driver="local-task", memory="unified"
+    compile=CompileTarget(name="npu-local", **_CPU),
+    driver="local-task",
+    inline_driver="local-sync",
+    memory="unified",
 )
 NPU_VIRTUAL = Target(
     compile=CompileTarget(name="npu-virtual", **_CPU), driver="local-task", memory="discrete"

@@ -30,9 +30,10 @@ from lowering.eager import (
     trace,
     value_of,
 )
+from lowering.effort import Effort
 from lowering.region import Region
 from lowering.signature import ScalarSpec, TensorSpec
-from npu_iree.executable import Executable
+from npu_iree.executable import INLINE_EFFORT, Executable
 from npu_iree.executable import Function as DeviceFunction
 from npu_iree.options import Options
 from npu_iree.toolchain import compiler_for
@@ -63,6 +64,7 @@ class Bound:
 
     Attributes:
         function: what to call.
+        is_small: whether the call may run on the calling thread.
         takes: for each argument of the function which tensor of the call it is, or a number that
             it takes by value.
         stored: the shape in memory of each of those tensors; None for a number.
@@ -71,6 +73,7 @@ class Bound:
     """
 
     function: DeviceFunction
+    is_small: bool
     takes: tuple[Any, ...]
     stored: tuple[tuple[int, ...] | None, ...]
     outputs: tuple[Output, ...]
@@ -83,6 +86,7 @@ class Kernel:
     def __init__(self, graph: OpGraph, region: Region, function: DeviceFunction) -> None:
         self.graph = graph
         self._function = function
+        self._effort = Effort.of(region)
         positions = {node: i for i, node in enumerate(graph.captured.inputs)}
         self._takes = [
             (positions.get(node), spec, _expression(spec, node.meta["val"]))
@@ -105,7 +109,14 @@ class Kernel:
                 takes.append(value_of(expression, sizes))
                 stored.append(None)
         outputs = tuple(_output(r.dtype, r.shape, r.strides, sizes) for r in self.graph.results)
-        return Bound(self._function, tuple(takes), tuple(stored), outputs, self._order)
+        return Bound(
+            function=self._function,
+            is_small=self._effort.bound(sizes) <= INLINE_EFFORT,
+            takes=tuple(takes),
+            stored=tuple(stored),
+            outputs=outputs,
+            order=self._order,
+        )
 
 
 def _output(

@@ -231,6 +231,6 @@ def invoke(bound: Bound, args: Sequence[Any]) -> list[DeviceArray]:
     """
     if account.ACCOUNT.limit is not None:
         account.reserve(sum(o.nbytes for o in bound.outputs))
-    results = bound.function(*args)
+    results = bound.function(*args, is_small=bound.is_small)
     name = bound.function.work.name
     return [account.keep(results[i], name) for i in bound.order]

@@ -1,0 +1,47 @@
+"""How much a region computes at most: decides whether a call is worth waking another thread."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch._ops import OpOverload
+
+from lowering.eager import Sizes, expression_of, value_of
+from lowering.region import Region
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What of a region says how long it takes.
+
+    Attributes:
+        steps: how many ops it has.
+        elements: of each of its tensors, as Python expressions of its size symbols.
+    """
+
+    steps: int
+    elements: tuple[str, ...]
+
+    @classmethod
+    def of(cls, region: Region) -> Effort:
+        """Read it off a region's graph."""
+        nodes = region.graph_module.graph.nodes
+        values = [n.meta.get("val") for n in nodes]
+        tensors = [v for v in values if isinstance(v, torch.Tensor)]
+        calls = [n for n in nodes if n.op == "call_function"]
+        is_known = all(isinstance(n.target, OpOverload) for n in calls)  # else: a loop, perhaps
+        return cls(
+            steps=len(calls) if is_known else sys.maxsize,
+            elements=tuple(dict.fromkeys(expression_of(t.numel()) for t in tensors)),
+        )
+
+    def bound(self, sizes: Sizes) -> int:
+        """Return how many numbers are combined at most: in each op, every one with every other.
+
+        Args:
+            sizes: the values of the size symbols.
+        """
+        largest = max((int(value_of(e, sizes)) for e in self.elements), default=0)
+        return self.steps * largest**2
