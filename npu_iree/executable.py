@@ -136,7 +136,7 @@ class Function:
         inputs = hal.VmVariantList(len(args) + 2)
         points = self._push(args, inputs)
         if points and is_small:
-            points = [p for p in points if not p.is_reached()]
+            points = [p for p in points if not p.look()]
         executable = self._executable
         inline = executable._inline if is_small and not points else None
         lane = inline or executable._queue

@@ -56,10 +56,11 @@ class Timepoint:
         """
         return self._reached or self._wait_ns(0)
 
-    def look(self) -> None:
-        """Note if the work has ended well; a failure is left to whoever waits."""
+    def look(self) -> bool:
+        """Say whether the work has ended well; a failure is left to whoever waits."""
         with contextlib.suppress(RuntimeError):
-            self._reached = self.fence.wait(timeout=0)
+            self._reached = self._reached or self.fence.wait(timeout=0)
+        return self._reached
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the work has ended; releases the interpreter lock meanwhile.

@@ -91,7 +91,7 @@ def test_a_small_call_on_what_has_failed_tells_why(compile_function: Compile) ->
 def test_a_failure_on_the_calling_thread_is_left_to_who_waits() -> None:
     gate = npu_iree.open_device("npu-local").gate("work")
     gate.fail("out of luck")
-    gate.point.look()
+    assert not gate.point.look()
     with pytest.raises(DeviceError, match="out of luck"):
         gate.point.wait()
 
