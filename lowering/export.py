@@ -168,56 +168,85 @@ def capture_export(name: str, program: ExportedProgram, written: Collection[str]
     """
     graph_module = program.graph_module
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    specs = program.graph_signature.input_specs
-    parameters: dict[fx.Node, str] = {}
-    states: dict[fx.Node, str] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    users: list[fx.Node] = []
-    first: dict[int, tuple[str, fx.Node]] = {}
-    aliases: dict[str, tuple[str, ...]] = {}
-    for node, spec in zip(placeholders, specs, strict=True):
-        target = str(spec.target)
-        if spec.kind in (InputKind.USER_INPUT, InputKind.TOKEN):  # who has a token is on the host
-            users.append(node)
-        elif spec.kind in _WEIGHTS and target in written:
-            states[node], tensors[target] = target, _value(program, target)
-        elif spec.kind in _WEIGHTS and spec.persistent is not False:
-            value = _value(program, target)
-            same = first.setdefault(value.data_ptr(), (target, node))
-            if same[1] is not node and _is_same(value, tensors[same[0]]):
-                aliases[same[0]] = (*aliases.get(same[0], ()), target)
-                node.replace_all_uses_with(same[1])
-                continue
-            parameters[node], tensors[target] = target, value
-            node.meta["val"] = torch.empty_like(  # dense in the file, whatever it is here
-                node.meta["val"], memory_format=torch.contiguous_format
-            )
-        elif spec.kind in (*_WEIGHTS, InputKind.CONSTANT_TENSOR):
-            _inline(graph_module, node, _value(program, target))
-        else:
-            raise ExportError(
-                f"{name}: input {node.name} is a {spec.kind.name}, which no artifact holds"
-            )
+    inputs = _Inputs(name, program, written)
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+        inputs.take(node, spec)
     for node in graph_module.graph.find_nodes(op="call_function", target=_CHECKED_AT_THE_CALL):
         graph_module.graph.erase_node(node)
     constants = normalize(graph_module)
     _give_own_values(program)
     captured = CapturedGraph(
         graph_module,
-        tuple(n for n in (*users, *states) if _is_passed(n)),
-        frozenset(parameters),
+        tuple(n for n in (*inputs.passed, *inputs.states) if _is_passed(n)),
+        frozenset(inputs.parameters),
         constants,
     )
     return Export(
         name=name,
         captured=captured,
-        parameters=parameters,
-        states=states,
-        tensors=tensors,
-        aliases=aliases,
+        parameters=inputs.parameters,
+        states=inputs.states,
+        tensors=inputs.tensors,
+        aliases=inputs.aliases,
         symbols={str(s): _limits(r) for s, r in program.range_constraints.items()},
         program=program,
     )
+
+
+class _Inputs:
+    """The placeholders of an exported program, sorted by where their values come from.
+
+    Attributes:
+        passed: those that a caller passes.
+        parameters: weights, by the names that they are stored under.
+        states: buffers that calls write to, by their names.
+        tensors: the values of weights and states.
+        aliases: further names of a stored weight.
+    """
+
+    def __init__(self, entry: str, program: ExportedProgram, written: Collection[str]) -> None:
+        self.passed: list[fx.Node] = []
+        self.parameters: dict[fx.Node, str] = {}
+        self.states: dict[fx.Node, str] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.aliases: dict[str, tuple[str, ...]] = {}
+        self._entry = entry
+        self._program = program
+        self._written = written
+        self._first: dict[int, tuple[str, fx.Node]] = {}  # of the weights at an address
+
+    def take(self, node: fx.Node, spec: InputSpec) -> None:
+        """Sort one placeholder in.
+
+        Raises:
+            ExportError: it is of a kind that no artifact can hold.
+        """
+        target = str(spec.target)
+        if spec.kind in (InputKind.USER_INPUT, InputKind.TOKEN):  # who has a token is on the host
+            self.passed.append(node)
+        elif spec.kind in _WEIGHTS and target in self._written:
+            self.states[node], self.tensors[target] = target, _value(self._program, target)
+        elif spec.kind in _WEIGHTS and spec.persistent is not False:
+            self._take_weight(node, target)
+        elif spec.kind in (*_WEIGHTS, InputKind.CONSTANT_TENSOR):
+            _inline(self._program.graph_module, node, _value(self._program, target))
+        else:
+            raise ExportError(
+                f"{self._entry}: input {node.name} is a {spec.kind.name}, which no artifact holds"
+            )
+
+    def _take_weight(self, node: fx.Node, name: str) -> None:
+        """Store a weight, or give one that is stored already another name."""
+        value = _value(self._program, name)
+        stored, first = self._first.setdefault(value.data_ptr(), (name, node))
+        if first is not node and _is_same(value, self.tensors[stored]):
+            self.aliases[stored] = (*self.aliases.get(stored, ()), name)
+            node.replace_all_uses_with(first)
+            return
+        self.parameters[node], self.tensors[name] = name, value
+        node.meta["val"] = torch.empty_like(  # dense in the file, whatever it is here
+            node.meta["val"], memory_format=torch.contiguous_format
+        )
 
 
 def written_buffers(name: str, program: ExportedProgram) -> frozenset[str]:

@@ -47,12 +47,13 @@ class Executable:
         self._lock = threading.Lock()
         self._module = hal.VmModule.copy_buffer(_INSTANCE, artifact.vmfb)
         self._queue: _Lane
-        self._inline: _Lane | None = None
+        self._inline: _Lane | None = None  # made at the first small call
         self._bound: list[Timepoint] = []
         self.functions = {name: Function(self, name) for name in artifact.entries}
-        if not any(entry.signature.parameters for entry in artifact.entries.values()):
+        has_parameters = any(entry.signature.parameters for entry in artifact.entries.values())
+        self._can_inline = device.inline is not None and not has_parameters  # or hold them twice
+        if not has_parameters:
             self.load(None)
-            self._inline = self._lane(device.inline) if device.inline is not None else None
 
     def load(self, parameters: Any | None) -> None:
         """Give the parameters their first values.
@@ -78,6 +79,12 @@ class Executable:
     def _lane(self, device: Any, modules: Sequence[Any] = ()) -> _Lane:
         hal_module = hal.create_hal_module(_INSTANCE, device)
         return _Lane(device, hal.VmContext(_INSTANCE, [hal_module, *modules, self._module]))
+
+    def inline(self) -> _Lane | None:
+        """Return where calls run on the calling thread, or None if there is no such place."""
+        if self._inline is None and self._can_inline:
+            self._inline = self._lane(self._device.inline)
+        return self._inline
 
     def can_rebind(self, name: str) -> bool:
         """Say whether a parameter can be bound anew without loading all of them again."""
@@ -138,7 +145,7 @@ class Function:
         if points and is_small:
             points = [p for p in points if not p.look()]
         executable = self._executable
-        inline = executable._inline if is_small and not points else None
+        inline = executable.inline() if is_small and not points else None
         lane = inline or executable._queue
         fence, ahead = joined(points)
         signal = new_fence(lane.hal)

@@ -21,60 +21,69 @@ console = Console()
 
 NONE: list[str] = []
 
+Sources = Annotated[
+    list[str],
+    typer.Argument(
+        help="file.pt2, package.module:function or file.py:function that returns (model, "
+        "example inputs), or an IR file of a stage; `name=` before it names its entry point",
+        metavar="[NAME=]SOURCE",
+    ),
+]
+Output = Annotated[
+    Path, typer.Option("--output", "-o", help="the artifact to write, e.g. bert.vmfb")
+]
+TargetName = Annotated[str, typer.Option(help="an installed target; no device is needed")]
+Cpu = Annotated[
+    str | None, typer.Option(help="CPU to compile for, e.g. x86-64-v3; by default this one")
+]
+Dynamic = Annotated[
+    list[str],
+    typer.Option(metavar="INPUT:DIM[=MIN..MAX]", help="a size that may change from call to call"),
+]
+StopAfter = Annotated[
+    str | None,
+    typer.Option(
+        metavar="STAGE",
+        help="write the product of this stage instead of an artifact: aten-to-torch, "
+        "torch-to-linalg, linalg-to-flow or flow-to-vmfb",
+    ),
+]
+ParamsOption = Annotated[
+    Params, typer.Option(help="parameters in a file beside the artifact, or embedded in it")
+]
+Flags = Annotated[list[str], typer.Option(help="one more flag for iree-compile")]
+TuneOption = Annotated[
+    Tune, typer.Option(help="measure candidate settings on the device, and keep the best")
+]
+HostOpsOption = Annotated[HostOps, typer.Option(help="allow goes with --bundle")]
+Bundle = Annotated[bool, typer.Option("--bundle", help="write a bundle for torch.compile (.npub)")]
+Imports = Annotated[
+    list[str],
+    typer.Option(
+        "--import", metavar="MODULE", help="import it first; for types that a .pt2 file holds"
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print the outcome as JSON")]
+Verify = Annotated[
+    bool, typer.Option("--verify", help="run the artifact and compare it with eager")
+]
+
 
 def compile_command(
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            help="file.pt2, package.module:function or file.py:function that returns (model, "
-            "example inputs), or an IR file of a stage; `name=` before it names its entry point",
-            metavar="[NAME=]SOURCE",
-        ),
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="the artifact to write, e.g. bert.vmfb")
-    ],
-    target: Annotated[
-        str, typer.Option(help="an installed target; no device is needed")
-    ] = "npu-local",
-    cpu: Annotated[
-        str | None, typer.Option(help="CPU to compile for, e.g. x86-64-v3; by default this one")
-    ] = None,
-    dynamic: Annotated[
-        list[str],
-        typer.Option(
-            metavar="INPUT:DIM[=MIN..MAX]", help="a size that may change from call to call"
-        ),
-    ] = NONE,
-    params: Annotated[
-        Params, typer.Option(help="parameters in a file beside the artifact, or embedded in it")
-    ] = Params.SPLIT,
-    stop_after: Annotated[
-        str | None,
-        typer.Option(
-            metavar="STAGE",
-            help="write the product of this stage instead of an artifact: aten-to-torch, "
-            "torch-to-linalg, linalg-to-flow or flow-to-vmfb",
-        ),
-    ] = None,
-    flag: Annotated[list[str], typer.Option(help="one more flag for iree-compile")] = NONE,
-    tune: Annotated[
-        Tune, typer.Option(help="measure candidate settings on the device, and keep the best")
-    ] = Tune.OFF,
-    host_ops: Annotated[HostOps, typer.Option(help="allow goes with --bundle")] = HostOps.FORBID,
-    bundle: Annotated[
-        bool, typer.Option("--bundle", help="write a bundle for torch.compile (.npub)")
-    ] = False,
-    imports: Annotated[
-        list[str],
-        typer.Option(
-            "--import", metavar="MODULE", help="import it first; for types that a .pt2 file holds"
-        ),
-    ] = NONE,
-    as_json_: Annotated[bool, typer.Option("--json", help="print the outcome as JSON")] = False,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="run the artifact and compare it with eager")
-    ] = False,
+    sources: Sources,
+    output: Output,
+    target: TargetName = "npu-local",
+    cpu: Cpu = None,
+    dynamic: Dynamic = NONE,
+    params: ParamsOption = Params.SPLIT,
+    stop_after: StopAfter = None,
+    flag: Flags = NONE,
+    tune: TuneOption = Tune.OFF,
+    host_ops: HostOpsOption = HostOps.FORBID,
+    bundle: Bundle = False,
+    imports: Imports = NONE,
+    as_json_: AsJson = False,
+    verify: Verify = False,
 ) -> None:
     """Compile models ahead of time, into a .vmfb that runs where no compiler is installed."""
     from npu_iree.offline.sources import import_modules
