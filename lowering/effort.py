@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator
 
 from lowering.eager import Sizes, expression_of, value_of
 from lowering.region import Region
@@ -31,11 +31,16 @@ class Effort:
         values = [n.meta.get("val") for n in nodes]
         tensors = [v for v in values if isinstance(v, torch.Tensor)]
         calls = [n for n in nodes if n.op == "call_function"]
-        is_known = all(isinstance(n.target, OpOverload) for n in calls)  # else: a loop, perhaps
+        has_loops = any(isinstance(n.target, HigherOrderOperator) for n in calls)
         return cls(
-            steps=len(calls) if is_known else sys.maxsize,
+            steps=sys.maxsize if has_loops else len(calls),
             elements=tuple(dict.fromkeys(expression_of(t.numel()) for t in tensors)),
         )
+
+    @property
+    def is_static(self) -> bool:
+        """Whether no size can change."""
+        return all(e.isdecimal() for e in self.elements)
 
     def bound(self, sizes: Sizes) -> int:
         """Return how many numbers are combined at most: in each op, every one with every other.

@@ -203,7 +203,8 @@ class Runner:
         targets = [self._index[name] for name in outputs]
         code, device, weights = self.plan.regions[region], self._device, self._weights
         is_dynamic = may_be_empty(code)
-        is_small = not is_dynamic and Effort.of(code).bound({}) <= INLINE_EFFORT
+        effort = Effort.of(code)
+        is_small = effort.is_static and effort.bound({}) <= INLINE_EFFORT
 
         def run(environment: _Environment) -> None:
             host, handles, _ = environment

@@ -101,6 +101,7 @@ def test_a_failure_on_the_calling_thread_is_left_to_who_waits() -> None:
     [
         (lambda x: x + 1, (1,), True),
         (product, (4, 4), True),
+        (lambda x: torch.topk(x, 2), (8,), True),
         (product, (64, 64), False),
         (lambda x: x[:, None] - x[None], (100,), False),  # what comes between counts, too
     ],
@@ -118,6 +119,7 @@ def test_effort(
 
 def test_effort_of_sizes_that_change() -> None:
     effort = Effort(steps=2, elements=("s0*s1", "3"))
+    assert not effort.is_static
     assert effort.bound({"s0": 4, "s1": 5}) == 2 * 20**2
 
 
