@@ -15,6 +15,10 @@ class InternalError(NpuIreeError):
     """A bug of ours, not of the user's program."""
 
 
+class ExportError(NpuIreeError):
+    """An exported program holds what an artifact cannot."""
+
+
 class ArtifactError(NpuIreeError):
     """A file that was handed to us is damaged, or is not for us: read as data, never trusted.
 

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from lowering.capture import CapturedGraph, normalize
 from lowering.decompositions import DecompositionTable
-from lowering.errors import NpuIreeError
+from lowering.errors import ExportError
 from lowering.manifest import Argument, Call, Constant, Source
 from lowering.nodes import is_number
 from lowering.region import Region, extract_region, tensor_spec, value_spec
@@ -37,10 +37,6 @@ _CHECKED_AT_THE_CALL = torch.ops.aten._assert_tensor_metadata.default
 _WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER)
 _RESULTS = (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
 _WRITES = (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION, OutputKind.TOKEN)
-
-
-class ExportError(NpuIreeError):
-    """An exported program holds what an artifact cannot."""
 
 
 @dataclass(frozen=True)

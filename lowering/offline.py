@@ -18,8 +18,8 @@ from lowering.decompositions import decomposition_table
 from lowering.digest import is_same_value, tensor_digest
 from lowering.dispatches import list_dispatches
 from lowering.dtypes import dtype_name
-from lowering.errors import StageError, UnsupportedOpError
-from lowering.export import Export, ExportError, capture_export, functional, written_buffers
+from lowering.errors import ExportError, StageError, UnsupportedOpError
+from lowering.export import Export, capture_export, functional, written_buffers
 from lowering.heal import Healer
 from lowering.kernels import Kernel
 from lowering.key import compiler_build

@@ -13,7 +13,7 @@ from lowering.abi import parameter_name
 from lowering.capture import INLINE_CONSTANT_ELEMENTS, CapturedGraph
 from lowering.dtypes import dtype_name
 from lowering.segments import Segment
-from lowering.signature import ScalarSpec, Signature, TensorSpec
+from lowering.signature import ScalarSpec, Signature, TensorSpec, inverse
 from lowering.source import SourceLine, user_line
 
 aten = torch.ops.aten
@@ -126,11 +126,6 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
         if _is_dense([sizes[d] for d in order], [strides[d] for d in order]):
             return order
     return natural
-
-
-def inverse(order: Sequence[int]) -> tuple[int, ...]:
-    """Return the permutation that undoes `order`."""
-    return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _take(graph: fx.Graph, name: str, source: fx.Node) -> fx.Node:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lowering.region import inverse
+from lowering.signature import inverse
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device, dense_copy, why_not_in_place
 from npu_iree.frozen import (

@@ -40,7 +40,17 @@ def runtime_only_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_runtime_only_python(tmp_path_factory.mktemp("runtime-only"))
 
 
+@pytest.fixture(scope="session")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A cache for programs that several tests compile alike."""
+    return str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(params=["npu-local", "npu-virtual"])
-def target(request: pytest.FixtureRequest) -> str:
-    """Each built-in target that runs here."""
+def target(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, shared_cache: str
+) -> str:
+    """Each built-in target that runs here: they run the same code, which is compiled once."""
+    if "counts" not in request.fixturenames:
+        monkeypatch.setenv("NPU_IREE_CACHE", shared_cache)
     return str(request.param)

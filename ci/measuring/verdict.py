@@ -16,8 +16,8 @@ from lowering.dtypes import DTYPES, dtype_name
 from lowering.errors import StageError
 from lowering.pipeline import compile_program
 from lowering.program import Program
-from lowering.region import extract_region, inverse, memory_order
-from lowering.signature import Signature, TensorSpec
+from lowering.region import extract_region, memory_order
+from lowering.signature import Signature, TensorSpec, inverse
 from lowering.stages.aten_to_torch import ATEN_TO_TORCH
 from lowering.stages.torch_to_linalg import TORCH_TO_LINALG
 from lowering.target import CompileTarget

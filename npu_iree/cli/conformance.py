@@ -19,8 +19,8 @@ from npu_iree.cli.dtype import F32, DTypes
 from npu_iree.cli.pattern import Filter
 from npu_iree.conformance import report
 from npu_iree.conformance.cases import EVERYTHING, cases
-from npu_iree.conformance.judge import OUTCOMES, Verdict
 from npu_iree.conformance.run import read_journal, run_cases
+from npu_iree.conformance.verdict import OUTCOMES, Verdict
 from npu_iree.errors import NpuIreeError, OptionError
 from npu_iree.targets import find_target
 

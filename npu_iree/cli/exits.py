@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from lowering.export import ExportError
+from lowering.errors import ExportError
 from npu_iree.errors import (
     ArgumentError,
     ArtifactError,

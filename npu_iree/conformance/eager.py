@@ -8,9 +8,10 @@ from typing import Any
 from torch._dynamo.utils import counters
 
 from npu_iree.conformance.cases import LOOSER, Case, database
-from npu_iree.conformance.judge import OUTCOMES, Verdict, differences, error_line, take_samples
+from npu_iree.conformance.judge import differences, error_line, take_samples
 from npu_iree.conformance.observe import observed, over
 from npu_iree.conformance.pool import Progress
+from npu_iree.conformance.verdict import OUTCOMES, Verdict
 from npu_iree.torch_device.registration import register_device
 
 Function = Callable[..., Any]

@@ -16,28 +16,9 @@ from lowering.dtypes import DTYPES
 from npu_iree.conformance.cases import LOOSER, Case, database
 from npu_iree.conformance.observe import observed, over
 from npu_iree.conformance.pool import Progress
+from npu_iree.conformance.verdict import OUTCOMES, Verdict
 from npu_iree.report import recorded_plans
 from npu_iree.tolerances import largest_difference, tolerance
-
-# What came of a case, from best to worst.
-OUTCOMES = ("device", "host", "skipped", "error", "wrong", "hang", "crash")
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What came of a case.
-
-    Attributes:
-        key: of the case.
-        outcome: `device` (the target can run all of it), `host` (right, and some of it had to run
-            on the host),
-            `skipped` (eager itself cannot do it), `error` (we raised), `wrong`, `hang`, `crash`.
-        detail: the host ops, or what was wrong, in a few lines.
-    """
-
-    key: str
-    outcome: str
-    detail: str = ""
 
 
 def judge(case: Case, target: str, progress: Progress) -> Verdict:

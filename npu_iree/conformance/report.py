@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from xml.etree import ElementTree
 
 from lowering.capabilities import NOT_LOWERED
-from npu_iree.conformance.judge import OUTCOMES, Verdict
+from npu_iree.conformance.verdict import OUTCOMES, Verdict
 
 _NOT_LOWERED = re.compile(f": {NOT_LOWERED}$", re.MULTILINE)
 BAD = ("error", "wrong", "hang", "crash")

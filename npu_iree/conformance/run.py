@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from npu_iree.conformance.cases import Case
-from npu_iree.conformance.judge import Verdict, judge
 from npu_iree.conformance.pool import Died, Progress, run_all
+from npu_iree.conformance.verdict import Verdict
 from npu_iree.settings import turn_cache_off
 
 
@@ -76,6 +76,8 @@ def _judge(case: Case, progress: Progress, *, target: str, eager: bool) -> Verdi
         from npu_iree.conformance.eager import judge_eager
 
         return judge_eager(case, target, progress)  # cases share kernels: the cache stays on
+    from npu_iree.conformance.judge import judge
+
     turn_cache_off()
     return judge(case, target, progress)
 

@@ -9,8 +9,7 @@ import torch
 
 from lowering.dtypes import DTYPES, dtype_name
 from lowering.manifest import Argument
-from lowering.region import inverse
-from lowering.signature import ScalarSpec
+from lowering.signature import ScalarSpec, inverse
 from npu_iree.array import DeviceArray
 from npu_iree.errors import ArgumentError
 from npu_iree.offline.sizes import match_shape

@@ -14,8 +14,7 @@ from torch.export import ExportedProgram
 
 from lowering.cache import write_atomically
 from lowering.compiler import Compiler
-from lowering.errors import ArtifactError
-from lowering.export import ExportError
+from lowering.errors import ArtifactError, ExportError
 from lowering.manifest import Manifest
 from lowering.offline import OfflineProgram, capture_exports, check_exports, compile_exports
 from lowering.pipeline import stop_after

@@ -93,8 +93,12 @@ HELP = {
 
 
 @pytest.mark.parametrize("words", HELP, ids=lambda words: " ".join(words) or "all")
-def test_help_reads_well_at_80_columns(words: tuple[str, ...]) -> None:
-    done = end(start(*words, "--help", COLUMNS="80", TERM="dumb"))
+def test_help_reads_well_at_80_columns(
+    command: Command, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "dumb")
+    done = command(*words, "--help")
     assert (done.code, done.err) == (0, "")
     assert all(len(line) <= 80 for line in done.out.splitlines())
     text = " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.out).split())
@@ -104,9 +108,12 @@ def test_help_reads_well_at_80_columns(words: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_is_a_script_of_the_shell(shell: str) -> None:
+def test_completion_is_a_script_of_the_shell(
+    command: Command, monkeypatch: pytest.MonkeyPatch, shell: str
+) -> None:
     """Typer asks the parent process for the shell; a variable answers in its place."""
-    done = end(start("--show-completion", shell, _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1"))
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
+    done = command("--show-completion", shell)
     assert done.code == 0, done.err
     assert "_NPU_IREE_COMPLETE" in done.out
 

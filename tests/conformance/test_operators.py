@@ -19,10 +19,10 @@ import torch
 from npu_iree import toolchain
 from npu_iree.conformance import cases, judge, report
 from npu_iree.conformance.cases import Case
-from npu_iree.conformance.judge import Verdict
 from npu_iree.conformance.observe import COMPARED_BY
 from npu_iree.conformance.pool import Died, Progress, run_all
 from npu_iree.conformance.run import read_journal
+from npu_iree.conformance.verdict import Verdict
 
 COMMAND = (str(Path(sys.executable).parent / "npu-iree"), "conformance")
 RIGHT = "^(add|mm|nn.functional.relu|median|cumsum)$"

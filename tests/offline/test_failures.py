@@ -375,14 +375,14 @@ def test_nothing_is_left_of_an_artifact_that_cannot_be_written(tmp_path: Path) -
 
 
 def test_gradients_are_no_artifact(tmp_path: Path) -> None:
-    from lowering.export import ExportError
+    from lowering.errors import ExportError
 
     with pytest.raises(ExportError, match="computes nothing"):
         compiled({"main": SmallModel(torch.nn.Identity(), (torch.ones(2),))}, tmp_path / "x.vmfb")
 
 
 def test_entry_points_with_other_weights_of_one_name_are_refused(tmp_path: Path) -> None:
-    from lowering.export import ExportError
+    from lowering.errors import ExportError
 
     other = Net()
     with torch.no_grad():

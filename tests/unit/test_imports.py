@@ -27,6 +27,11 @@ def test_importing_loads_no_compiler(code: str) -> None:
         assert not [module for module in loaded if f"{module}.".startswith(f"{name}.")]
 
 
+def test_the_command_line_loads_no_dynamo() -> None:
+    """It would take half of the time of `npu-iree --help`, and of a TAB."""
+    assert "torch._dynamo" not in python("import npu_iree.cli, sys; print(*sys.modules)").split()
+
+
 def test_importing_npu_iree_loads_no_torch() -> None:
     assert "torch" not in python("import npu_iree, sys; print(*sys.modules)").split()
 
