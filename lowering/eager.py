@@ -25,19 +25,17 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
-from torch.utils._sympy.printers import PythonPrinter
 
 from lowering.capabilities import Capabilities
 from lowering.capture import CapturedGraph, capture_aot
 from lowering.errors import HostOp
+from lowering.expressions import Sizes, expression_of, value_of
 from lowering.nodes import is_scalar
 from lowering.partition import why_host
 from lowering.region import Region, extract_region
 from lowering.segments import DEVICE, Segment, with_own_sizes
 
 Function = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
-Sizes = Mapping[str, int]
-_PRINTER = PythonPrinter()
 _THREAD = "npu-iree-trace"
 _FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -116,11 +114,6 @@ class OpGraph:
             return None
         results = [o for o in self.captured.outputs if isinstance(o, fx.Node)]
         return extract_region(with_own_sizes(segment, scalars), (), order=[*dict.fromkeys(results)])
-
-
-def value_of(expression: str, sizes: Sizes) -> Any:
-    """Evaluate an expression of a traced call."""
-    return eval(expression, _NAMES, dict(sizes))
 
 
 def trace(
@@ -234,19 +227,3 @@ def _lay_out(graph: fx.Graph, expected: Sequence[torch.Tensor]) -> None:
 
 def _symbol(size: int | torch.SymInt) -> str | int:
     return size if isinstance(size, int) else str(size.node._expr)
-
-
-def expression_of(value: Any) -> str:
-    """Write a number, symbolic or not, as an expression for `value_of`."""
-    node = getattr(value, "node", None)
-    return str(_PRINTER.doprint(value if node is None else node.expr))
-
-
-_NAMES: dict[str, Any] = {
-    "min": min,
-    "max": max,
-    "Min": min,
-    "Max": max,
-    "math": __import__("math"),
-    "torch": torch,
-}

@@ -6,10 +6,13 @@ import sys
 from dataclasses import dataclass
 
 import torch
-from torch._ops import HigherOrderOperator
+from torch._library.utils import is_builtin
+from torch._ops import HigherOrderOperator, OpOverload
 
-from lowering.eager import Sizes, expression_of, value_of
+from lowering.expressions import Sizes, expression_of, value_of
 from lowering.region import Region
+
+_LEAST_OF_A_STEP = 1 << 10  # a step costs something, however little it combines
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,8 @@ class Effort:
         values = [n.meta.get("val") for n in nodes]
         tensors = [v for v in values if isinstance(v, torch.Tensor)]
         calls = [n for n in nodes if n.op == "call_function"]
-        has_loops = any(isinstance(n.target, HigherOrderOperator) for n in calls)
         return cls(
-            steps=sys.maxsize if has_loops else len(calls),
+            steps=len(calls) if all(_ends_soon(n.target) for n in calls) else sys.maxsize,
             elements=tuple(dict.fromkeys(expression_of(t.numel()) for t in tensors)),
         )
 
@@ -49,4 +51,11 @@ class Effort:
             sizes: the values of the size symbols.
         """
         largest = max((int(value_of(e, sizes)) for e in self.elements), default=0)
-        return self.steps * largest**2
+        return self.steps * max(largest**2, _LEAST_OF_A_STEP)
+
+
+def _ends_soon(target: object) -> bool:
+    """Say whether an op takes no longer than its tensors are large: no loop, no user's kernel."""
+    if isinstance(target, OpOverload):
+        return bool(is_builtin(target))
+    return not isinstance(target, HigherOrderOperator)

@@ -44,6 +44,11 @@ class Device:
 
     def __init__(self, target: Target) -> None:
         check_versions("torch", "iree-base-runtime")
+        if target.inline_driver and target.memory != "unified":
+            raise TargetError(
+                f"target {target.name!r} has memory of its own, which its inline_driver "
+                f"({target.inline_driver}) cannot read: leave that out"
+            )
         self.target = target
         self.hal = self._open(target.driver)
         self.inline = self._open(target.inline_driver) if target.inline_driver else None

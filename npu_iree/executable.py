@@ -15,6 +15,7 @@ from lowering.dtypes import DTYPES
 from lowering.signature import TensorSpec
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device
+from npu_iree.errors import DeviceError
 from npu_iree.timeline import Timepoint, Work, joined, new_fence, submitted
 
 _INSTANCE = hal.VmInstance()
@@ -25,16 +26,16 @@ INLINE_EFFORT = 1 << 17
 
 @dataclass(frozen=True)
 class _Lane:
-    """A HAL device that calls go to, and the module loaded there."""
+    """A HAL device that calls go to, and the module as it is loaded there."""
 
-    hal: Any
+    device: Any
     context: Any
 
 
 class Executable:
     """An artifact on a device, its parameters bound.
 
-    Thread-safe: submissions are serialized, executions are not.
+    Thread-safe: submissions are serialized; executions are not, but for those on calling threads.
 
     Attributes:
         artifact: what was loaded.
@@ -47,7 +48,7 @@ class Executable:
         self._lock = threading.Lock()
         self._module = hal.VmModule.copy_buffer(_INSTANCE, artifact.vmfb)
         self._queue: _Lane
-        self._inline: _Lane | None = None  # made at the first small call
+        self._inline: _Lane | None = None  # loaded at the first small call
         self._bound: list[Timepoint] = []
         self.functions = {name: Function(self, name) for name in artifact.entries}
         has_parameters = any(entry.signature.parameters for entry in artifact.entries.values())
@@ -72,18 +73,29 @@ class Executable:
         if parameters is not None:
             provider = parameters.create_provider(scope=PARAMETER_SCOPE)
             modules.append(hal.create_io_parameters_module(_INSTANCE, provider))
-        queue = self._lane(self._device.hal, modules)
+        queue = self._loaded(self._device.hal, modules)
         with self._lock:
             self._queue = queue
 
-    def _lane(self, device: Any, modules: Sequence[Any] = ()) -> _Lane:
+    def _loaded(self, device: Any, modules: Sequence[Any] = ()) -> _Lane:
         hal_module = hal.create_hal_module(_INSTANCE, device)
         return _Lane(device, hal.VmContext(_INSTANCE, [hal_module, *modules, self._module]))
 
-    def inline(self) -> _Lane | None:
-        """Return where calls run on the calling thread, or None if there is no such place."""
-        if self._inline is None and self._can_inline:
-            self._inline = self._lane(self._device.inline)
+    def _lane(self, points: list[Timepoint], is_small: bool) -> _Lane:
+        """Return where a call goes: small ones to the calling thread, if nothing lies ahead.
+
+        Args:
+            points: what the call waits for; those that are found to be reached are taken out.
+            is_small: of the call.
+        """
+        if not is_small or not self._can_inline:
+            return self._queue
+        points[:] = [p for p in points if not p.look()]
+        if points:
+            return self._queue
+        if self._inline is None:
+            with self._lock:
+                self._inline = self._inline or self._loaded(self._device.inline)
         return self._inline
 
     def can_rebind(self, name: str) -> bool:
@@ -133,34 +145,34 @@ class Function:
     ) -> list[DeviceArray]:
         """Submit a call; returns handles at once. The device itself waits for the arguments.
 
+        A small call whose arguments are there is run before this returns.
+
         Args:
             args: handles of this device and numbers, as the signature says.
             is_small: whether it may run on the calling thread if all arguments are there.
 
         Raises:
-            DeviceError: the work that makes an argument has failed already.
+            DeviceError: the work that makes an argument has failed already, or IREE refuses the
+                call.
         """
         inputs = hal.VmVariantList(len(args) + 2)
         points = self._push(args, inputs)
-        if points and is_small:
-            points = [p for p in points if not p.look()]
         executable = self._executable
-        inline = executable.inline() if is_small and not points else None
-        lane = inline or executable._queue
+        lane = executable._lane(points, is_small)
         fence, ahead = joined(points)
-        signal = new_fence(lane.hal)
+        signal = new_fence(lane.device)
         inputs.push_ref(fence)
         inputs.push_ref(signal)
         results = hal.VmVariantList(len(self._outputs))
         try:
             with executable._lock:
                 lane.context.invoke(self._function, inputs, results)
-        except RuntimeError:
+        except RuntimeError as error:
             for point in points:  # what has failed already fails this, and tells better why
                 point.is_reached()
-            raise
+            raise DeviceError(self.work.name, self.work.ops, str(error)) from error
         ready = Timepoint(signal, self.work, ahead)
-        if inline is not None:
+        if lane is not executable._queue:
             ready.look()
         arrays = self._pop(results, submitted(ready))
         if not ready._reached:

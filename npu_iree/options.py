@@ -146,6 +146,12 @@ def _op_names(name: str, value: Any) -> frozenset[str]:
     return frozenset(_op_name(name, item) for item in value)
 
 
+def _ops_of(namespace: str) -> list[str]:
+    """Return the names of all ops of a namespace; `dir(torch.ops.aten)` has those that were used."""
+    ops = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
+    return sorted({op.partition(".")[0] for found, _, op in ops if found == namespace})
+
+
 def _op_name(name: str, item: Any) -> str:
     """Accept an op or its name; a name must be one that PyTorch knows."""
     if isinstance(item, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
@@ -157,7 +163,7 @@ def _op_name(name: str, item: Any) -> str:
     known: Any = getattr(torch.ops, namespace)
     for part in rest:
         if not hasattr(known, part):
-            names = known.overloads() if hasattr(known, "overloads") else dir(known)
+            names = known.overloads() if hasattr(known, "overloads") else _ops_of(namespace)
             hint = near(part, names).partition(" There are")[0]
             raise OptionError(f"option {name!r}: PyTorch has no op {item!r}.{hint}")
         known = getattr(known, part)

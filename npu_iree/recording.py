@@ -16,7 +16,8 @@ from npu_iree.timeline import Timepoint, observed
 class Span:
     """One piece of work; times are those of `time.perf_counter`, in seconds.
 
-    Start and end are when a thread of the host noticed them, which is a moment later.
+    Start and end are when a thread of the host noticed them, which is a moment later. Of a call so
+    small that it ran on the calling thread all three are when it had ended.
 
     Attributes:
         name: of the work, e.g. `put a CPU tensor`, `region0`, `aten.mm.default`, `get`.
@@ -45,7 +46,11 @@ class Timeline:
 
     def add(self, point: Timepoint) -> None:
         """Begin to watch a piece of work, in a thread of its own: none waits for another."""
-        span = Span(point.work.name, time.perf_counter())
+        now = time.perf_counter()
+        if point._reached:
+            self.spans.append(Span(point.work.name, now, now, now))
+            return
+        span = Span(point.work.name, now)
         self.spans.append(span)
         watcher = threading.Thread(target=_watch, args=(span, point, tuple(point._after)))
         self._watchers.append(watcher)

@@ -58,8 +58,10 @@ class Timepoint:
 
     def look(self) -> bool:
         """Say whether the work has ended well; a failure is left to whoever waits."""
-        with contextlib.suppress(RuntimeError):
-            self._reached = self._reached or self.fence.wait(timeout=0)
+        if not self._reached:
+            with contextlib.suppress(RuntimeError):
+                if self.fence.wait(timeout=0):
+                    self._has_ended()
         return self._reached
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -88,9 +90,12 @@ class Timepoint:
         except RuntimeError as error:
             self._error = self._first_failure(str(error))
             raise self._error from error
+        self._has_ended()
+        return True
+
+    def _has_ended(self) -> None:
         self._reached = True
         self._after = ()
-        return True
 
     def _first_failure(self, cause: str) -> DeviceError:
         """Name the first region on the way from the root of the failure to this point."""
@@ -120,7 +125,7 @@ NOW._reached = True
 
 
 class _Latest:
-    """The work that was submitted last, in any thread."""
+    """The work that was queued last, by any thread."""
 
     point: Timepoint | None = None
 
@@ -178,7 +183,8 @@ def observed(observer: Observer) -> Iterator[None]:
 
 def submitted(point: Timepoint) -> Timepoint:
     """Announce the end of a piece of work that has just been submitted; returns it."""
-    _LATEST.point = point
+    if not point._reached:  # else: it ran on the calling thread, and leaves the queue as it was
+        _LATEST.point = point
     for observer in _OBSERVERS:
         observer(point)
     return point

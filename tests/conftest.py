@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+os.environ["OMP_WAIT_POLICY"] = "passive"  # several processes share the CPUs: none spins
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -40,17 +43,7 @@ def runtime_only_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_runtime_only_python(tmp_path_factory.mktemp("runtime-only"))
 
 
-@pytest.fixture(scope="session")
-def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A cache for programs that several tests compile alike."""
-    return str(tmp_path_factory.mktemp("cache"))
-
-
 @pytest.fixture(params=["npu-local", "npu-virtual"])
-def target(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, shared_cache: str
-) -> str:
-    """Each built-in target that runs here: they run the same code, which is compiled once."""
-    if "counts" not in request.fixturenames:
-        monkeypatch.setenv("NPU_IREE_CACHE", shared_cache)
+def target(request: pytest.FixtureRequest) -> str:
+    """Each built-in target that runs here."""
     return str(request.param)

@@ -34,9 +34,10 @@ console = Console()
 @app.command("targets")
 def list_targets() -> None:
     """List the installed targets."""
-    table = Table("target", "driver", "memory", "capability table")
+    table = Table("target", "driver", "small calls", "memory", "capability table")
     for name, target in sorted(targets().items()):
-        table.add_row(name, target.driver, target.memory, target.compile.capabilities)
+        small = target.inline_driver or target.driver
+        table.add_row(name, target.driver, small, target.memory, target.compile.capabilities)
     console.print(table)
 
 

@@ -25,12 +25,10 @@ from lowering.eager import (
     Function,
     NotTraceableError,
     OpGraph,
-    Sizes,
-    expression_of,
     trace,
-    value_of,
 )
 from lowering.effort import Effort
+from lowering.expressions import Sizes, expression_of, value_of
 from lowering.region import Region
 from lowering.signature import ScalarSpec, TensorSpec
 from npu_iree.executable import INLINE_EFFORT, Executable
@@ -87,6 +85,7 @@ class Kernel:
         self.graph = graph
         self._function = function
         self._effort = Effort.of(region)
+        self._bounds: OrderedDict[tuple[tuple[int, ...], ...], Bound | None] = OrderedDict()
         positions = {node: i for i, node in enumerate(graph.captured.inputs)}
         self._takes = [
             (positions.get(node), spec, _expression(spec, node.meta["val"]))
@@ -96,7 +95,15 @@ class Kernel:
 
     def bind(self, arguments: Sequence[Argument]) -> Bound | None:
         """Return the kernel for these arguments, or None if it is not for their shapes."""
-        sizes = self.graph.bind([a.shape for a in arguments])
+        shapes = tuple([a.shape for a in arguments])
+        if shapes not in self._bounds:
+            self._bounds[shapes] = self._bind(shapes)
+            if len(self._bounds) > _KEPT_BOUNDS:
+                self._bounds.popitem(last=False)
+        return self._bounds[shapes]
+
+    def _bind(self, shapes: Sequence[tuple[int, ...]]) -> Bound | None:
+        sizes = self.graph.bind(shapes)
         if sizes is None:
             return None
         takes: list[Any] = []
@@ -104,7 +111,7 @@ class Kernel:
         for position, spec, expression in self._takes:
             if isinstance(spec, TensorSpec) and position is not None:
                 takes.append(position)
-                stored.append(tuple(arguments[position].shape[d] for d in spec.order))
+                stored.append(tuple(shapes[position][d] for d in spec.order))
             else:
                 takes.append(value_of(expression, sizes))
                 stored.append(None)
@@ -196,6 +203,7 @@ class Family:
 
 _FAMILIES: OrderedDict[tuple[object, ...], Family] = OrderedDict()
 _KEPT_FAMILIES = 4096  # loaded; the cache on disk has the others
+_KEPT_BOUNDS = 1024  # of one kernel; a shape that is forgotten is worked out again
 
 
 def family(key: tuple[object, ...], name: str, *, is_ours: bool = False) -> Family:

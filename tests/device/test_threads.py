@@ -23,10 +23,11 @@ OPS: list[Callable[[torch.Tensor], torch.Tensor]] = [
 ]
 
 
+@pytest.mark.parametrize("columns", [2, 200], ids=["on their threads", "queued"])
 def test_ops_called_first_by_several_threads_are_right(
-    counts: Counter[str], caplog: pytest.LogCaptureFixture
+    counts: Counter[str], caplog: pytest.LogCaptureFixture, columns: int
 ) -> None:
-    x = torch.randn(5, 3, 2, 2)
+    x = torch.randn(5, 3, 2, columns)
     a = x.to(NPU)
     with (
         caplog.at_level(logging.WARNING, logger="npu_iree"),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,57 +16,59 @@ import torch
 import npu_iree
 from lowering.effort import Effort
 from lowering.region import Region
-from npu_iree.errors import DeviceError
-from npu_iree.executable import INLINE_EFFORT
+from npu_iree.device import Device
+from npu_iree.errors import DeviceError, TargetError
+from npu_iree.executable import INLINE_EFFORT, Executable, Function
 from npu_iree.runner import Runner
+from npu_iree.targets import NPU_VIRTUAL
 from npu_iree.timeline import Timepoint, observed
 
 Compile = Callable[..., Runner]
-SMALL = torch.randn(4, 4)
-LARGE = torch.randn(1024, 1024)
+SMALL, LARGE = torch.randn(4, 4), torch.randn(64, 64)
 
 
 def product(x: torch.Tensor) -> torch.Tensor:
     return torch.relu(x @ x) + 1
 
 
-class Submissions:
+@pytest.fixture
+def device() -> Device:
+    return npu_iree.open_device("npu-local")
+
+
+@pytest.fixture
+def function(compile_function: Compile) -> Function:
+    """The product of small matrices, by itself."""
+    return compile_function(product, SMALL).executables["region0"].functions["main"]
+
+
+class Submissions(list[bool]):
     """Notes of each piece of work whether it had ended when its submission returned."""
 
-    def __init__(self) -> None:
-        self.had_ended: list[bool] = []
-
-    def __call__(self, point: Timepoint) -> None:
-        self.had_ended.append(point.is_reached())
+    def add(self, point: Timepoint) -> None:
+        self.append(point._reached)
 
 
 def test_a_small_call_has_ended_when_its_submission_returns(compile_function: Compile) -> None:
-    runner, submissions = compile_function(product, SMALL), Submissions()
-    with observed(submissions):
+    runner, had_ended = compile_function(product, SMALL), Submissions()
+    with observed(had_ended.add):
         (result,) = runner(SMALL)
-    assert submissions.had_ended == [True]
+    assert had_ended == [True]
     torch.testing.assert_close(result, product(SMALL))
 
 
-def test_a_large_call_goes_to_the_queue(compile_function: Compile) -> None:
-    runner, submissions = compile_function(product, LARGE), Submissions()
-    with observed(submissions):
-        runner(LARGE)
-    assert submissions.had_ended == [False]
+@pytest.mark.parametrize(("x", "target"), [(LARGE, "npu-local"), (SMALL, "npu-virtual")])
+def test_others_go_to_the_queue(compile_function: Compile, x: torch.Tensor, target: str) -> None:
+    """A large call, and any where the device has memory of its own."""
+    runner, had_ended = compile_function(product, x, target=target), Submissions()
+    with observed(had_ended.add):
+        (result,) = runner(x)
+    assert not any(had_ended)
+    torch.testing.assert_close(result, product(x))
 
 
-def test_device_memory_of_its_own_means_a_queue(compile_function: Compile) -> None:
-    runner = compile_function(product, SMALL, target="npu-virtual")
-    device = npu_iree.open_device("npu-virtual")
-    assert device.inline is None
-    (result,) = runner(SMALL)
-    torch.testing.assert_close(result, product(SMALL))
-
-
-def test_a_small_call_does_not_wait_for_what_it_reads(compile_function: Compile) -> None:
+def test_a_small_call_does_not_wait_for_what_it_reads(function: Function, device: Device) -> None:
     """Behind a gate it is queued; what comes of it is read by calls of both kinds."""
-    function = compile_function(product, SMALL).executables["region0"].functions["main"]
-    device = npu_iree.open_device("npu-local")
     with device.hold() as gate:
         held = device.put(SMALL)
         (first,) = function(held, is_small=True)
@@ -72,15 +78,57 @@ def test_a_small_call_does_not_wait_for_what_it_reads(compile_function: Compile)
         gate.open()
         second.wait()
     (third,) = function(second, is_small=True)
-    assert third.ready.is_reached()
+    assert third.ready._reached
     (fourth,) = function(third)
     want = product(product(product(product(SMALL))))
     torch.testing.assert_close(fourth.to_host(), want)
 
 
-def test_a_small_call_on_what_has_failed_tells_why(compile_function: Compile) -> None:
-    function = compile_function(product, SMALL).executables["region0"].functions["main"]
-    device = npu_iree.open_device("npu-local")
+def test_history_does_not_pile_up(function: Function, device: Device) -> None:
+    """Who looks whether its arguments are there lets go of what came before them."""
+    with device.hold() as gate:
+        (first,) = function(device.put(SMALL))
+        (second,) = function(first)
+        gate.open()
+        second.wait()
+    past = weakref.ref(first)
+    (third,) = function(second, is_small=True)
+    del first
+    gc.collect()
+    assert past() is None
+    assert not second.ready._after
+    assert third.ready._reached
+
+
+def test_a_look_lets_go_of_the_past(device: Device) -> None:
+    gate = device.gate()
+    point = Timepoint(gate.point.fence, gate.point.work, (gate.point,))
+    assert not point.look()
+    assert point._after
+    gate.open()
+    assert point.look()
+    assert not point._after
+
+
+def test_threads_share_one_small_call(compile_function: Compile) -> None:
+    runner = compile_function(product, SMALL)
+    inputs = [torch.randn(4, 4) for _ in range(64)]
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda x: [runner(x)[0] for _ in range(20)], inputs))
+    for x, found in zip(inputs, results, strict=True):
+        for result in found:
+            torch.testing.assert_close(result, product(x))
+
+
+def test_a_small_call_writes_in_place(compile_function: Compile) -> None:
+    counter = torch.zeros(1)
+    compiled = torch.compile(lambda x: x.add_(1), backend="npu_iree")
+    for i in range(3):
+        compiled(counter)
+        assert counter.item() == i + 1
+
+
+def test_a_small_call_on_what_has_failed_tells_why(function: Function, device: Device) -> None:
     gate = device.gate("the past")
     lost = device.put(SMALL, after=gate.point)
     gate.fail("the power went")
@@ -88,12 +136,44 @@ def test_a_small_call_on_what_has_failed_tells_why(compile_function: Compile) ->
         function(lost, is_small=True)
 
 
-def test_a_failure_on_the_calling_thread_is_left_to_who_waits() -> None:
-    gate = npu_iree.open_device("npu-local").gate("work")
+def test_a_small_call_that_fails_names_its_ops(function: Function, device: Device) -> None:
+    """There is no later wait at which to tell it."""
+
+    class Failing:
+        def invoke(self, *_: object) -> None:
+            raise RuntimeError("out of luck")
+
+    executable: Executable = function._executable
+    (result,) = function(device.put(SMALL), is_small=True)
+    assert executable._inline is not None
+    executable._inline = replace(executable._inline, context=Failing())
+    with pytest.raises(DeviceError, match="out of luck") as caught:
+        function(result, is_small=True)
+    assert any("mm" in op for op in caught.value.ops)
+    (again,) = function(result)
+    torch.testing.assert_close(again.to_host(), product(product(SMALL)))
+
+
+def test_a_look_leaves_a_failure_to_who_waits(device: Device) -> None:
+    gate = device.gate("work")
     gate.fail("out of luck")
     assert not gate.point.look()
     with pytest.raises(DeviceError, match="out of luck"):
         gate.point.wait()
+
+
+def test_what_ended_at_once_has_no_duration(compile_function: Compile) -> None:
+    runner = compile_function(product, SMALL)
+    with npu_iree.record_timeline() as timeline:
+        runner(SMALL)
+    (span,) = timeline.spans
+    assert span.submitted_s == span.started_s == span.ended_s
+
+
+def test_memory_of_its_own_has_no_calling_thread() -> None:
+    odd = replace(NPU_VIRTUAL, inline_driver="local-sync")
+    with pytest.raises(TargetError, match="local-sync"):
+        Device(odd)
 
 
 @pytest.mark.parametrize(
@@ -106,30 +186,38 @@ def test_a_failure_on_the_calling_thread_is_left_to_who_waits() -> None:
         (lambda x: x[:, None] - x[None], (100,), False),  # what comes between counts, too
     ],
 )
-def test_effort(
-    compile_function: Compile,
-    function: Callable[[torch.Tensor], torch.Tensor],
-    size: tuple[int, ...],
-    is_small: bool,
-) -> None:
-    runner = compile_function(function, torch.ones(size))
-    effort = Effort.of(runner.plan.regions["region0"])
-    assert (effort.bound({}) <= INLINE_EFFORT) is is_small
+def test_effort(function: Callable[..., object], size: tuple[int, ...], is_small: bool) -> None:
+    assert (effort_of(function, torch.ones(size)).bound({}) <= INLINE_EFFORT) is is_small
+
+
+@torch.library.custom_op("inline_tests::solve", mutates_args=())
+def solve(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@solve.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def count(x: torch.Tensor) -> tuple[torch.Tensor]:
+    return torch.while_loop(lambda i: i < 3, lambda i: (i + 1,), (x,))
+
+
+@pytest.mark.parametrize("function", [count, solve])
+def test_a_loop_and_a_kernel_of_the_users_may_take_for_ever(function: Callable[..., Any]) -> None:
+    assert effort_of(function, torch.zeros(())).bound({}) > INLINE_EFFORT
 
 
 def test_effort_of_sizes_that_change() -> None:
     effort = Effort(steps=2, elements=("s0*s1", "3"))
     assert not effort.is_static
-    assert effort.bound({"s0": 4, "s1": 5}) == 2 * 20**2
+    assert effort.bound({"s0": 40, "s1": 5}) == 2 * 200**2
 
 
-def test_a_loop_may_take_for_ever() -> None:
-    def count(x: torch.Tensor) -> tuple[torch.Tensor]:
-        return torch.while_loop(lambda i: i < 3, lambda i: (i + 1,), (x,))
-
-    program = torch.export.export(_Module(count), (torch.zeros(()),))
-    region = cast(Region, SimpleNamespace(graph_module=program.graph_module))
-    assert Effort.of(region).bound({}) > INLINE_EFFORT
+def effort_of(function: Callable[..., object], *args: torch.Tensor) -> Effort:
+    program = torch.export.export(_Module(function), args)
+    return Effort.of(cast(Region, SimpleNamespace(graph_module=program.graph_module)))
 
 
 class _Module(torch.nn.Module):
@@ -137,4 +225,7 @@ class _Module(torch.nn.Module):
 
     def __init__(self, function: Callable[..., object]) -> None:
         super().__init__()
-        self.forward = function
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.function(x)

@@ -263,3 +263,11 @@ def test_who_waits_for_the_last_work_does_not_take_its_cpu_away() -> None:
     meanwhile, _ = policy_of_a_wait_for(first, gate)
     assert meanwhile == os.SCHED_OTHER, "more work is behind it, and no CPU becomes free"
     last.wait()
+
+
+def test_what_ran_on_the_calling_thread_is_not_the_last_work(compile_function: Compile) -> None:
+    """It leaves the queue as it was: who waits for the last of that is as polite as before."""
+    runner, gate = compile_function(torch.relu, torch.ones(3)), npu_iree.open_device().gate()
+    last = npu_iree.open_device("npu-virtual").put(torch.ones(3), after=gate.point)
+    runner(torch.ones(3))
+    assert policy_of_a_wait_for(last, gate) == (os.SCHED_BATCH, os.SCHED_OTHER)
