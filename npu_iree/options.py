@@ -147,7 +147,7 @@ def _op_names(name: str, value: Any) -> frozenset[str]:
 
 
 def _ops_of(namespace: str) -> list[str]:
-    """Return the names of all ops of a namespace; `dir(torch.ops.aten)` has those that were used."""
+    """Return the names of all ops of a namespace; `dir(torch.ops.aten)` has those in use."""
     ops = (name.partition("::") for name in torch._C._dispatch_get_all_op_names())
     return sorted({op.partition(".")[0] for found, _, op in ops if found == namespace})
 
