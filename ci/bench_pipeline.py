@@ -17,7 +17,7 @@ import npu_iree
 from npu_iree.recording import Span, Timeline
 
 BATCHES, ROUNDS = 8, 5
-ROWS, WIDTH = 2048, 512
+ROWS, WIDTH = 1024, 1536  # so that a batch computes for longer than it is prepared
 Batch = torch.Tensor
 
 
