@@ -6,9 +6,13 @@ from typing import Any
 
 from lowering.stages.dispatch_work import walk
 
+_STAYS = "npu_iree.stays"
 
-def behind_barrier(value: Any) -> Any:
+
+def behind_barrier(value: Any, *, stays: bool = False) -> Any:
     """Put a barrier at the insertion point; its result has the dynamic sizes of the value.
+
+    With `stays` it holds until buffers are assigned, too, at the price of a wait of the host.
 
     IREE finds no sizes behind a barrier on its own ("tensor.dim op unexpected during shape
     cleanup"), so they are tied to it.
@@ -20,7 +24,10 @@ def behind_barrier(value: Any) -> Any:
     from iree.compiler import ir
 
     barrier = ir.Operation.create(
-        "util.optimization_barrier", results=[value.type], operands=[value]
+        "util.optimization_barrier",
+        results=[value.type],
+        operands=[value],
+        attributes={_STAYS: ir.UnitAttr.get()} if stays else {},
     ).result
     if not isinstance(value.type, ir.RankedTensorType):
         return barrier
@@ -38,14 +45,15 @@ def drop_barriers(module: Any) -> None:
     """Take the barriers of tensors out of a module whose dispatches are formed.
 
     Nothing is fused any more, and later phases would have the host wait for the bytes, in the
-    middle of a call. Those of numbers stay, and those of tensors of one element: they keep equal
-    fills apart (`separate_fills`) until buffers are assigned.
+    middle of a call. Those of numbers stay, and those of tensors without dimensions: they keep
+    equal fills apart (`separate_fills`) until buffers are assigned. So do those made to stay.
 
     Before: %0 = flow.dispatch @a; %1 = util.optimization_barrier %0; %2 = flow.dispatch @b(%1)
     After:  %0 = flow.dispatch @a; %2 = flow.dispatch @b(%0)
     """
     for barrier in [op for op in walk(module) if op.name == "util.optimization_barrier"]:
-        if all(_has_dimensions(result.type) for result in barrier.results):
+        has_dimensions = all(_has_dimensions(result.type) for result in barrier.results)
+        if has_dimensions and _STAYS not in barrier.attributes:
             for result, operand in zip(barrier.results, barrier.operands, strict=True):
                 result.replace_all_uses_with(operand)
             barrier.erase()

@@ -12,8 +12,9 @@ def separate_pieces(function: Any) -> None:
 
     IREE lets such a piece's op write into the result in place. In a long chain of products and
     updates (the gradient of `ormqr`) some of the pieces are overwritten later, at every
-    optimization level; which of its passes does so is not known. Thicker pieces, as attention
-    and rotary embeddings have them, are not touched: no wrong one was seen.
+    optimization level; which of its passes does so is not known. Where slices are updated, the
+    barriers stay until buffers are assigned: it is then that the pieces are overwritten. Thicker
+    pieces, as attention and rotary embeddings have them, are not touched: no wrong one was seen.
 
     Before: %0 = tensor.concat dim(1) %a, %b : (tensor<5x1xf32>, tensor<5x1xf32>)
     After:  %c = util.optimization_barrier %a; %d = util.optimization_barrier %b
@@ -21,7 +22,9 @@ def separate_pieces(function: Any) -> None:
     """
     from iree.compiler import ir
 
-    for op in list(function.regions[0].blocks[0].operations):
+    ops = list(function.regions[0].blocks[0].operations)
+    has_updates = any(op.operation.name == "tensor.insert_slice" for op in ops)
+    for op in ops:
         if op.operation.name != "tensor.concat":
             continue
         dim = ir.IntegerAttr(op.attributes["dim"]).value
@@ -29,4 +32,4 @@ def separate_pieces(function: Any) -> None:
             for i, piece in enumerate(list(op.operands)):
                 kind = ir.RankedTensorType(piece.type)
                 if not kind.is_dynamic_dim(dim) and kind.get_dim_size(dim) == 1:
-                    op.operation.operands[i] = behind_barrier(piece)
+                    op.operation.operands[i] = behind_barrier(piece, stays=has_updates)

@@ -78,3 +78,23 @@ def test_negative_indices_count_from_the_end(dynamic: bool) -> None:
     x, i, rows = torch.randn(5, 6, 4), torch.tensor([-1, 2, -3]), torch.randn(5, 3, 4)
     compiled = torch.compile(write, backend="npu_iree", dynamic=dynamic)
     assert_same(compiled(x, i, rows), write(x, i, rows))
+
+
+def test_the_gradients_of_ormqr_are_eagers() -> None:
+    """Of a chain of products, updated slices and columns put together (`separate_pieces`)."""
+
+    def gradients(function: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        args = [torch.randn(5, 5), torch.randn(5), torch.randn(5, 5)]
+        for arg in args:
+            arg.requires_grad_()
+        function(*args).square().sum().backward()
+        return [arg.grad for arg in args if arg.grad is not None]
+
+    def apply(a: torch.Tensor, tau: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return torch.ormqr(a, tau, other, left=True, transpose=True)
+
+    expected, found = gradients(apply), gradients(torch.compile(apply, backend="npu_iree"))
+    assert len(found) == 3
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
