@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 ENTRY = "main"
 PARAMETER_SCOPE = "model"
 
@@ -11,6 +14,31 @@ def parameter_name(index: int) -> str:
     return f"p{index}"
 
 
-def bind_function(parameter: str) -> str:
-    """Return the name of the function that binds a parameter anew: (view, wait, signal)."""
-    return f"bind${parameter}"
+BOUND = "bound"  # reflected by a bind function: see `Binding.read`
+
+
+@dataclass(frozen=True, order=True)
+class Binding:
+    """What a bind function does if it is told a number.
+
+    Attributes:
+        step: its place in the order in which such are to run.
+        parameters: after a change of which it is to run.
+        which: the number.
+    """
+
+    step: int
+    parameters: tuple[str, ...]
+    which: int
+
+    @classmethod
+    def read(cls, bound: str) -> Iterator[Binding]:
+        """Read what a function reflects: `0:p0 3:p2,p4` is step 0 after p0, 3 after p2 or p4."""
+        for which, text in enumerate(bound.split()):
+            step, _, names = text.partition(":")
+            yield cls(int(step), tuple(names.split(",")), which)
+
+
+def bind_function(number: int) -> str:
+    """Return the name of a function that binds parameters anew: (view, which, wait, signal)."""
+    return f"bind${number}"

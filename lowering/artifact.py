@@ -28,8 +28,8 @@ class Artifact:
     Attributes:
         name: name of the program.
         vmfb: the module; its entry points are on the coarse-fences ABI, its parameters in the scope
-            `model`. Where parameters may change between calls, each has a function `bind$<name>`
-            that binds it anew.
+            `model`. Where parameters may change between calls, functions `bind$<number>` bind
+            them anew (`lowering.stages.bind_functions`).
         entries: the entry points by name.
         flags: the compiler flags that were chosen.
     """

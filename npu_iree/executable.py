@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from iree.runtime import _binding as hal
 
-from lowering.abi import ENTRY, PARAMETER_SCOPE, bind_function
+from lowering.abi import BOUND, ENTRY, PARAMETER_SCOPE, Binding, bind_function
 from lowering.artifact import Artifact
 from lowering.dtypes import DTYPES
 from lowering.signature import TensorSpec
@@ -50,6 +52,8 @@ class Executable:
         self._queue: _Lane
         self._inline: _Lane | None = None  # loaded at the first small call
         self._bound: list[Timepoint] = []
+        self._binders = sorted(self._find_binders(), key=itemgetter(0))
+        self._rebindable = {b.parameters[0] for b, _ in self._binders if len(b.parameters) == 1}
         self.functions = {name: Function(self, name) for name in artifact.entries}
         has_parameters = any(entry.signature.parameters for entry in artifact.entries.values())
         self._can_inline = device.inline is not None and not has_parameters  # or hold them twice
@@ -98,24 +102,36 @@ class Executable:
                 self._inline = self._inline or self._loaded(self._device.inline)
         return self._inline
 
+    def _find_binders(self) -> Iterator[tuple[Binding, Any]]:
+        """Give what binds parameters, with its function, in the order to run it."""
+        functions = (self._module.lookup_function(bind_function(i)) for i in itertools.count())
+        for function in itertools.takewhile(bool, functions):
+            for binding in Binding.read(function.reflection[BOUND]):
+                yield binding, function
+
     def can_rebind(self, name: str) -> bool:
         """Say whether a parameter can be bound anew without loading all of them again."""
-        return bind_function(name) in self._module.function_names
+        return name in self._rebindable
 
-    def rebind(self, name: str, weight: DeviceArray) -> None:
-        """Give one parameter a new value; later calls see it, and no other weight moves."""
-        function = self._module.lookup_function(bind_function(name))
-        inputs = hal.VmVariantList(3)
-        inputs.push_ref(weight._view)
-        fence, ahead = joined([weight.ready, *self._bound])
-        signal = new_fence(self._device.hal)
-        inputs.push_ref(fence)
-        inputs.push_ref(signal)
-        with self._lock:
-            self._queue.context.invoke(function, inputs, hal.VmVariantList(0))
-        work = Work(f"bind {name} of {self.artifact.name}")
-        point = submitted(Timepoint(signal, work, ahead))
-        self._bound = [point]
+    def rebind(self, weights: Mapping[str, DeviceArray]) -> None:
+        """Give parameters new values, by name; later calls see them, and no other weight moves."""
+        bound = [point for point in self._bound if not point.look()]
+        for binding, function in self._binders:
+            changed = [weights[name] for name in binding.parameters if name in weights]
+            if not changed:
+                continue
+            fence, ahead = joined([*(weight.ready for weight in changed), *bound])
+            signal = new_fence(self._device.hal)
+            inputs = hal.VmVariantList(4)
+            inputs.push_ref(changed[0]._view)
+            inputs.push_int(binding.which)
+            inputs.push_ref(fence)
+            inputs.push_ref(signal)
+            with self._lock:
+                self._queue.context.invoke(function, inputs, hal.VmVariantList(0))
+            work = Work(f"bind {', '.join(binding.parameters)} of {self.artifact.name}")
+            bound.append(submitted(Timepoint(signal, work, ahead)))
+        self._bound = bound
 
 
 class Function:

@@ -79,11 +79,13 @@ class Weights:
                 index.add_buffer(use.parameter, self._device.memory.parameter(weight))
             executable.load(index)
             return
+        arrays = {}
         for use in changed:
             stored = self._hand_over(use, executable, "it has changed")
             view, ready = self._device.memory.put(stored, self._device.start_point(), use.name)
-            array = DeviceArray(self._device, view, tuple(stored.shape), stored.dtype, ready)
-            executable.rebind(use.parameter, array)
+            shape = tuple(stored.shape)
+            arrays[use.parameter] = DeviceArray(self._device, view, shape, stored.dtype, ready)
+        executable.rebind(arrays)
 
     def _hand_over(self, use: WeightUse, executable: Executable, reason: str) -> torch.Tensor:
         """Return the bytes to give to the device, and enter them into the ledger."""

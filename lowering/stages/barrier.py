@@ -42,27 +42,19 @@ def behind_barrier(value: Any, *, stays: bool = False) -> Any:
 
 
 def drop_barriers(module: Any) -> None:
-    """Take the barriers of tensors out of a module whose dispatches are formed.
+    """Take the barriers out of a module whose dispatches are formed, but for those made to stay.
 
     Nothing is fused any more, and later phases would have the host wait for the bytes, in the
-    middle of a call. Those of numbers stay, and those of tensors without dimensions: they keep
-    equal fills apart (`separate_fills`) until buffers are assigned. So do those made to stay.
+    middle of a call.
 
     Before: %0 = flow.dispatch @a; %1 = util.optimization_barrier %0; %2 = flow.dispatch @b(%1)
     After:  %0 = flow.dispatch @a; %2 = flow.dispatch @b(%0)
     """
     for barrier in [op for op in walk(module) if op.name == "util.optimization_barrier"]:
-        has_dimensions = all(_has_dimensions(result.type) for result in barrier.results)
-        if has_dimensions and _STAYS not in barrier.attributes:
+        if _STAYS not in barrier.attributes:
             for result, operand in zip(barrier.results, barrier.operands, strict=True):
                 result.replace_all_uses_with(operand)
             barrier.erase()
-
-
-def _has_dimensions(kind: Any) -> bool:
-    from iree.compiler import ir
-
-    return isinstance(kind, ir.RankedTensorType) and kind.rank > 0
 
 
 def _size(value: Any, dim: int) -> Any:

@@ -48,11 +48,11 @@ def _has_dimensions(value: Any) -> bool:
 
 
 def _filled_again(op: Any, fill: Any) -> Any:
-    """Copy a fill to before an op; a barrier keeps it from being merged with the first."""
+    """Copy a fill to before an op; a barrier keeps the two apart until buffers are assigned."""
     from iree.compiler import ir
 
     with op.operation.location, ir.InsertionPoint(op):
-        constant = behind_barrier(fill.operands[0])
+        constant = behind_barrier(fill.operands[0], stays=True)
         again = fill.operation.clone()
     again.operation.operands[0] = constant
     return again.results[0]

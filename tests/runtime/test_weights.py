@@ -13,6 +13,8 @@ import torch
 import npu_iree
 from tolerances import assert_same
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 
 class TwoLayers(torch.nn.Module):
     def __init__(self) -> None:
@@ -113,6 +115,43 @@ def test_no_other_weight_is_copied(
     expected = [model.first.weight.nbytes, *(t.nbytes for t in inputs)]
     assert sorted(e.nbytes for e in ledger.copies("h2d")) == sorted(expected)
     assert count.h2d_bytes - before == sum(expected)
+
+
+class Alike(torch.nn.Module):
+    """Weights that are packed in the same way, and such as are folded into one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = torch.nn.ModuleList(torch.nn.Conv2d(16, 16, 3) for _ in range(3))
+        self.norms = torch.nn.ModuleList(torch.nn.BatchNorm2d(16) for _ in range(3))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            x = torch.tanh(norm(convolution(x)))
+        x = x.mean((2, 3))
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def test_each_of_many_alike_is_bound_where_it_belongs(target: str, counts: Counter[str]) -> None:
+    model, x = Alike().eval(), torch.randn(2, 16, 9, 9)
+    compiled = torch.compile(model, backend="npu_iree", options={"target": target})
+    with torch.no_grad():
+        assert_same(compiled(x), model(x))
+        names = [n for n, t in model.state_dict().items() if t.is_floating_point()]
+        assert len(names) == 3 * (2 + 4 + 2)
+        for name in names:
+            model.state_dict()[name].mul_(0.5).add_(0.25)
+            with npu_iree.record_transfers() as ledger:
+                assert_same(compiled(x), model(x))
+            moved = [t.value for t in ledger.transfers if t.kind == "h2d" and t.value != "x"]
+            assert len(moved) == 1, (name, moved)
+        for name in names[::2]:
+            model.state_dict()[name].mul_(0.5)
+        assert_same(compiled(x), model(x))
+    assert counts["compiles"] == 1
 
 
 @torch.no_grad()
