@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import fx
+
+from lowering.sizes import of_each
 
 aten = torch.ops.aten
 FEW_ROWS = 8
@@ -16,7 +19,7 @@ _MATMULS: dict[object, int] = {
     aten.bmm.default: 0,
     aten.baddbmm.default: 1,
 }
-_GROUPS = 8  # the argument of aten.convolution
+_STRIDES, _GROUPS = 3, 8  # arguments of aten.convolution
 
 
 def _is_convolution(node: fx.Node) -> bool:
@@ -27,13 +30,15 @@ def _is_depthwise(node: fx.Node) -> bool:
     return node.target is aten.convolution.default and bool(node.args[_GROUPS] != 1)
 
 
-def _is_pointwise(node: fx.Node) -> bool:
-    """Say whether a dense convolution is a product over channels: its kernel has one element."""
+def _is_overlapping(node: fx.Node) -> bool:
+    """Say whether the windows of a dense convolution share elements."""
     if node.target is not aten.convolution.default or _is_depthwise(node):
         return False
-    kernel = node.args[1]
+    kernel, strides = node.args[1], cast("Sequence[int]", node.args[_STRIDES])
     sizes = kernel.meta["val"].shape[2:] if isinstance(kernel, fx.Node) else ()
-    return all(size == 1 for size in sizes)
+    return any(
+        size > stride for size, stride in zip(sizes, of_each(strides, len(sizes)), strict=True)
+    )
 
 
 def _is_matmul(node: fx.Node) -> bool:
@@ -68,17 +73,18 @@ def traits_of(graphs: Sequence[fx.GraphModule]) -> frozenset[str]:
     """Return what of the following graphs contain.
 
     `convolution`, `depthwise` (one in groups), `matmul`; `float32`: there are products or
-    convolutions, all of that type; `pointwise`: there are convolutions, and at least half have
-    kernels of one element; `few-rows`: there are products, and most have at most 8 rows.
+    convolutions, all of that type; `overlapping`: most of the convolutions are dense ones whose
+    windows share elements; `few-rows`: there are products, and most have at most 8 rows.
     """
     nodes = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
     found = {word for word, is_such in _ANY.items() if any(map(is_such, nodes))}
     few, products = sum(map(_has_few_rows, nodes)), sum(map(_is_matmul, nodes))
-    pointwise, convolutions = sum(map(_is_pointwise, nodes)), sum(map(_is_convolution, nodes))
+    overlapping = sum(map(_is_overlapping, nodes))
+    convolutions = sum(map(_is_convolution, nodes))
     factors = [node for node in nodes if _is_matmul(node) or _is_convolution(node)]
     mostly = {
         "float32": factors and all(map(_is_float32, factors)),
         "few-rows": 2 * few > products,
-        "pointwise": pointwise and 2 * pointwise >= convolutions,
+        "overlapping": 2 * overlapping > convolutions,
     }
     return frozenset(found | {word for word, is_so in mostly.items() if is_so})

@@ -90,13 +90,21 @@ _CPU_CANDIDATES = (
         is_quick=True,
         traits=_CONVOLUTION,
     ),
+    Candidate(
+        name="channels-last-packed",
+        flags=(*_PACKED, *_CHANNELS_LAST),
+        is_quick=True,
+        traits=_CONVOLUTION | _FLOAT32,
+    ),
     Candidate(name="channels-last-untiled", flags=(*_O3, *_CHANNELS_LAST), traits=_CONVOLUTION),
     Candidate(name="o3", flags=_O3, is_quick=True),
     Candidate(name="none", flags=_LLVM_CPU),
 )
-# What of a kind of region was fastest (`ci/measure_flags.py`). Of convolutions, im2col: a call of
-# ResNet-50 takes 0.29 of what the next takes, of ResNet-18 0.88; for MobileNetV2 all are alike.
+# What of a kind of region was fastest (`ci/measure_flags.py`). Of convolutions, im2col, unless it
+# writes most elements many times: at batch 1 and 8, ResNet-18 (windows of 3x3) takes 1.1 and 2.0
+# times as long with it as with channels last; ResNet-50 (1x1) 0.35 and 0.6 times.
 _CPU_CHOICES = (
+    Choice(traits=_CONVOLUTION | _FLOAT32 | {"overlapping"}, candidates=("channels-last-packed",)),
     Choice(traits=_CONVOLUTION | _FLOAT32, candidates=("im2col-packed",)),
     Choice(traits=_CONVOLUTION, candidates=("im2col",)),
     Choice(traits=_FLOAT32, candidates=("packed",)),
