@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,11 +58,15 @@ class Timepoint:
 
     def look(self) -> bool:
         """Say whether the work has ended well; a failure is left to whoever waits."""
-        if not self._reached:
-            with contextlib.suppress(RuntimeError):
-                if self.fence.wait(timeout=0):
-                    self._has_ended()
-        return self._reached
+        if self._reached:
+            return True
+        try:
+            is_reached = self.fence.wait(timeout=0)
+        except RuntimeError:
+            return False
+        if is_reached:
+            self._has_ended()
+        return bool(is_reached)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the work has ended; releases the interpreter lock meanwhile.
@@ -195,8 +199,10 @@ def new_fence(device: Any) -> Any:
     return hal.HalFence.create_at(device.create_semaphore(0), 1)
 
 
-def joined(points: Iterable[Timepoint]) -> tuple[Any, Sequence[Timepoint]]:
+def joined(points: Collection[Timepoint]) -> tuple[Any, Sequence[Timepoint]]:
     """Return one fence for all of `points`, and those of them that may lie ahead."""
+    if not points:
+        return NO_WAIT, ()
     ahead: list[Timepoint] = []
     last = None
     for point in points:
@@ -210,7 +216,7 @@ def joined(points: Iterable[Timepoint]) -> tuple[Any, Sequence[Timepoint]]:
     return hal.HalFence.join([p.fence for p in ahead]), ahead
 
 
-def wait_all(points: Iterable[Timepoint], timeout_s: float | None = None) -> None:
+def wait_all(points: Collection[Timepoint], timeout_s: float | None = None) -> None:
     """Wait for several points behind one wait.
 
     Raises:

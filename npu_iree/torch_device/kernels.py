@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,9 +37,11 @@ from npu_iree.options import Options
 from npu_iree.toolchain import compiler_for
 from npu_iree.torch_device.calls import Computation, Results
 from npu_iree.torch_device.current import device
+from npu_iree.torch_device.kept import Kept
 
 log = logging.getLogger(__name__)
 _LOCK = threading.Lock()
+_KEPT_BOUNDS = 1024  # of one kernel; a shape that is forgotten is worked out again
 
 
 class NoKernelError(Exception):
@@ -85,7 +87,7 @@ class Kernel:
         self.graph = graph
         self._function = function
         self._effort = Effort.of(region)
-        self._bounds: OrderedDict[tuple[tuple[int, ...], ...], Bound | None] = OrderedDict()
+        self._bounds: Kept[tuple[tuple[int, ...], ...], Bound | None] = Kept(_KEPT_BOUNDS)
         positions = {node: i for i, node in enumerate(graph.captured.inputs)}
         self._takes = [
             (positions.get(node), spec, _expression(spec, node.meta["val"]))
@@ -98,8 +100,6 @@ class Kernel:
         shapes = tuple([a.shape for a in arguments])
         if shapes not in self._bounds:
             self._bounds[shapes] = self._bind(shapes)
-            if len(self._bounds) > _KEPT_BOUNDS:
-                self._bounds.popitem(last=False)
         return self._bounds[shapes]
 
     def _bind(self, shapes: Sequence[tuple[int, ...]]) -> Bound | None:
@@ -201,9 +201,7 @@ class Family:
         raise NoKernelError(reasons[0])
 
 
-_FAMILIES: OrderedDict[tuple[object, ...], Family] = OrderedDict()
-_KEPT_FAMILIES = 4096  # loaded; the cache on disk has the others
-_KEPT_BOUNDS = 1024  # of one kernel; a shape that is forgotten is worked out again
+_FAMILIES: Kept[tuple[object, ...], Family] = Kept(4096)  # loaded; the disk has the others
 
 
 def family(key: tuple[object, ...], name: str, *, is_ours: bool = False) -> Family:
@@ -211,8 +209,6 @@ def family(key: tuple[object, ...], name: str, *, is_ours: bool = False) -> Fami
     with _LOCK:
         if key not in _FAMILIES:
             _FAMILIES[key] = Family(name, is_ours)
-            if len(_FAMILIES) > _KEPT_FAMILIES:
-                _FAMILIES.popitem(last=False)
         _FAMILIES.move_to_end(key)
         return _FAMILIES[key]
 

@@ -8,7 +8,6 @@ no kernel runs as PyTorch's CPU kernel (`host`).
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,6 +30,7 @@ from npu_iree.torch_device.calls import (
 from npu_iree.torch_device.current import different_devices, frames, is_on_npu
 from npu_iree.torch_device.forms import FORMS, STATIC, Form
 from npu_iree.torch_device.host import run_on_host
+from npu_iree.torch_device.kept import Kept
 from npu_iree.torch_device.kernels import Bound, NoKernelError, family
 from npu_iree.torch_device.launches import launched
 from npu_iree.torch_device.moves import invoke, order_for_writing, read, write
@@ -46,9 +46,8 @@ from npu_iree.torch_device.storage import (
 
 OpOverload = torch._ops.OpOverload
 _INDEXING = re.compile(r"aten\._?(unsafe_)?index")  # takes indices that are on the CPU, too
-_SCALARS: OrderedDict[tuple[str, torch.dtype], DeviceArray] = OrderedDict()
-_KEPT_SCALARS = 4096
 _KEPT_CALLS = 4096  # of one op; a call that is forgotten finds its kernel again
+_SCALARS: Kept[tuple[str, torch.dtype], DeviceArray] = Kept(4096)
 _NONE = Results((), False)
 
 
@@ -57,7 +56,7 @@ class EagerOp:
 
     def __init__(self, op: OpOverload) -> None:
         self.op = op
-        self._calls: OrderedDict[tuple[Any, ...], _Ready] = OrderedDict()
+        self._calls: Kept[tuple[Any, ...], _Ready] = Kept(_KEPT_CALLS)
         arguments = op._schema.arguments
         self._outs = [a.name for a in arguments if a.is_out]
         self._names = [a.name for a in arguments]
@@ -114,8 +113,6 @@ class EagerOp:
             return run_on_host(self.op, args, kwargs, "an argument of it cannot be a constant")
         if ready is None:
             ready = self._calls[tuple(key)] = self._prepare(leaves, args, kwargs)
-            if len(self._calls) > _KEPT_CALLS:
-                self._calls.popitem(last=False)
         if ready.bound is None:
             return run_on_host(self.op, args, kwargs, ready.reason)
         return ready.run(leaves, args, [kwargs[name] for name in outs])
@@ -267,8 +264,6 @@ def scalar(value: float, dtype: torch.dtype) -> DeviceArray:
         number = torch.tensor(value, dtype=dtype)
         array = put_dense(number, "a number", is_ours=True, is_kept=True)
         _SCALARS[key] = array
-        if len(_SCALARS) > _KEPT_SCALARS:
-            _SCALARS.popitem(last=False)
     return array
 
 
