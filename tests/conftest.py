@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-os.environ["NPU_IREE_CACHE"] = "off"  # tests count compiles; those of the cache turn it on
+os.environ["NPU_IREE_CACHE"] = "off"  # but for tests that ask for a cache, or for `shared_cache`
 
 from runtime_env import make_runtime_only_python
 
@@ -25,6 +25,19 @@ def _fresh_dynamo() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def shared_cache(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compile nothing that a test of this run has compiled, unless the test counts compiles."""
+    if "counts" not in request.fixturenames:
+        folder = tmp_path_factory.getbasetemp()
+        of_run = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+        monkeypatch.setenv("NPU_IREE_CACHE", str(of_run / "cache"))
 
 
 @pytest.fixture

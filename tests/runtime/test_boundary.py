@@ -20,6 +20,8 @@ from npu_iree.device import open_device
 from npu_iree.targets import find_target
 from tolerances import assert_same
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 Make = Callable[[], tuple[Any, ...]]
 
 DTYPES = [

@@ -15,6 +15,8 @@ from torch import nn
 from either import LOCAL_FIRST
 from tolerances import assert_same
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 
 @pytest.fixture(params=LOCAL_FIRST)
 def target(request: pytest.FixtureRequest) -> str:

@@ -10,6 +10,8 @@ import torch
 
 from tolerances import assert_same
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 INF = float("inf")
 FLOATS = torch.tensor([[0.0, 1.0, 2.5, -1.0], [0.5, -3.0, 7.0, -0.1]])
 WHOLE = torch.tensor([[0, 7, -7, 3], [5, -2, 1, 9]])

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 from tolerances import assert_same
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 
 def data(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

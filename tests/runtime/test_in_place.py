@@ -12,6 +12,8 @@ from npu_iree.device import open_device
 from npu_iree.runner import Runner
 from programs.launch import wait_until
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 Compile = Callable[..., Runner]
 
 

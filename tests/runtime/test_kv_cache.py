@@ -16,6 +16,8 @@ from models.generation import LENGTH, PROMPT, TOKENS, generate, llama
 from npu_iree.transfers import Ledger
 from tolerances import assert_same
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 
 @pytest.fixture(params=LOCAL_FIRST)
 def target(request: pytest.FixtureRequest) -> str:

@@ -17,6 +17,8 @@ from either import LOCAL_FIRST
 from npu_iree import NpuIreeError
 from tolerances import assert_same
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 
 @pytest.fixture(params=LOCAL_FIRST)
 def trainer(request: pytest.FixtureRequest) -> str:
@@ -208,6 +210,7 @@ def test_a_state_that_the_backward_pass_needs_as_it_was(trainer: str) -> None:
     pair = Both(Drifting(), trainer)
     for _ in range(2):
         pair.do(lambda model, call: call(data(3, 4, seed=2)).sum().backward())
+    assert_same(pair.models[0].state, data(3, 4, seed=1) + 1 + 1)
 
 
 class Tied(nn.Module):
@@ -420,6 +423,7 @@ def test_everything_frozen_but_the_input(trainer: str) -> None:
         return x.grad
 
     pair.do(step)
+    assert all(parameter.grad is None for parameter in pair.models[0].parameters())
 
 
 class UsedTwice(nn.Module):
@@ -440,6 +444,7 @@ def test_double_use_of_a_parameter(trainer: str) -> None:
         return loss.detach()
 
     pair.do(step)
+    assert all(parameter.grad is not None for parameter in pair.models[0].parameters())
 
 
 def test_gradient_accumulation(trainer: str, counts: Counter[str]) -> None:

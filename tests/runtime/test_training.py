@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 from tolerances import assert_same
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 INF = float("inf")
 STEPS = 20
 CLASSES, VOCABULARY = 4, 128
