@@ -38,9 +38,9 @@ def export_module(folder: Path, call: Callable[[], Any]) -> str:
     taken: list[Any] = []
     original = Function.__call__
 
-    def noting(self: Function, *args: Any) -> Any:
+    def noting(self: Function, *args: Any, **others: Any) -> Any:
         taken[:] = args
-        return original(self, *args)
+        return original(self, *args, **others)
 
     Function.__call__ = noting  # type: ignore[method-assign]
     try:
