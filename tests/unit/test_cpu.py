@@ -14,7 +14,9 @@ FLOW = """
 
 
 def test_only_what_code_may_use_is_required() -> None:
-    text = FLOW.format(arch="x86_64", features="+avx2,+fma,-avx512f,+cx16,+prfchw,+sse4.1,+64bit")
+    text = FLOW.format(
+        arch="x86_64", features="+avx2,+fma,-avx512f,+avx10.1,+cx16,+prfchw,+sse4.1,+64bit"
+    )
     assert required_features(text) == ("avx2", "fma", "sse4.1", "x86_64")
     assert required_features('#hal.executable.target<"cuda", "cuda-nvptx-fb">') == ()
 
