@@ -15,6 +15,9 @@ def assert_same(actual: Any, expected: Any) -> None:
         rtol, atol = tolerance(expected.dtype)
         torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, equal_nan=True)
         return
+    if isinstance(expected, dict):
+        assert [*actual] == [*expected]
+        actual, expected = [*actual.values()], [*expected.values()]
     if isinstance(expected, (list, tuple)):
         assert len(actual) == len(expected)
         for one, other in zip(actual, expected, strict=True):

@@ -37,7 +37,7 @@ class Tree:
     """
 
     kind: str | None
-    keys: tuple[str, ...] | None = None
+    keys: tuple[str | int, ...] | None = None
     context: Any = None
     children: tuple[Tree, ...] = ()
 
@@ -56,7 +56,7 @@ class Tree:
             yield value
             return
         items = self._items(value, path or "the arguments")
-        names = self.keys or tuple(map(str, range(len(self.children))))
+        names = self.keys or range(len(self.children))
         for name, child, item in zip(names, self.children, items, strict=True):
             yield from child.flatten(item, f"{path}[{name}]")
 
@@ -76,7 +76,7 @@ class Tree:
     def _items(self, value: Any, path: str) -> Sequence[Any]:
         if self.keys is not None and isinstance(value, Mapping):
             missing = [key for key in self.keys if key not in value]
-            extra = [str(key) for key in value if key not in self.keys]
+            extra = [key for key in value if key not in self.keys]
             if missing or extra:
                 raise TypeError(f"{path}: {_listed('missing', missing)}{_listed('extra', extra)}")
             return [value[key] for key in self.keys]
@@ -126,10 +126,13 @@ def _read(spec: Any, left: list[int], depth: int) -> Tree:
     children = tuple(_read(child, left, depth + 1) for child in spec["children_spec"])
     if kind is not None and not isinstance(kind, str):
         raise TypeError(kind)
-    return Tree(kind, _keys(context, len(children)), context, children)
+    keys = _keys(context, len(children))
+    if kind in _MAPPINGS and keys is None:
+        raise ValueError(f"a {kind} without keys for its {len(children)} children")
+    return Tree(kind, keys, context, children)
 
 
-def _keys(context: Any, count: int) -> tuple[str, ...] | None:
+def _keys(context: Any, count: int) -> tuple[str | int, ...] | None:
     """Return the names of the children, if that is what a type keeps."""
     try:
         names = json.loads(context) if isinstance(context, str) else context
@@ -137,10 +140,10 @@ def _keys(context: Any, count: int) -> tuple[str, ...] | None:
         return None
     if isinstance(names, dict):  # defaultdict
         names = names.get("dict_context")
-    if isinstance(names, list) and len(names) == count and all(isinstance(n, str) for n in names):
-        return tuple(names)
-    return None
+    if not isinstance(names, list) or not all(isinstance(n, str | int) for n in names):
+        return None
+    return tuple(names) if len({*names}) == len(names) == count else None
 
 
-def _listed(what: str, names: Sequence[str]) -> str:
+def _listed(what: str, names: Sequence[str | int]) -> str:
     return f" {what} {', '.join(map(repr, names))};" if names else ""

@@ -65,6 +65,7 @@ class Nested(nn.Module):
             "deep": (third * 2, [point.x - point.y]),
             "point": Point(point.y, point.x + 1),
             "unknown": Unknown(first * 3, second * 3),
+            "levels": {1: first, 0: second},
         }
 
 

@@ -94,7 +94,7 @@ def test_a_flipped_bit_is_refused_or_harmless(
     whole = bytearray(net.read_bytes())
     at = data.draw(st.integers(0, len(whole) - 1))
     whole[at] ^= 1 << data.draw(st.integers(0, 7))
-    load_or_refuse(artifact, bytes(whole))
+    assert load_or_refuse(artifact, bytes(whole)) or unpack(artifact) == unpack(net)
 
 
 def test_a_flipped_bit_in_each_region_is_refused(artifact: Path, net: Path) -> None:
@@ -115,6 +115,7 @@ def test_a_flipped_bit_in_each_region_is_refused(artifact: Path, net: Path) -> N
             assert refused or unpack(artifact) == (manifest, module), (name, at)
 
 
+@pytest.mark.filterwarnings("ignore:Duplicate name")
 @MANY
 @given(
     members=st.lists(st.tuples(st.text(max_size=20), st.binary(max_size=200)), max_size=4),
@@ -412,7 +413,9 @@ trees = st.recursive(
 def test_any_tree_is_read_or_refused(tree: object) -> None:
     with contextlib.suppress(ValueError):
         found = read_tree(json.dumps([1, tree]))
-        found.unflatten(iter(range(found.leaves)))
+        value = found.unflatten(iter(range(found.leaves)))
+        with contextlib.suppress(TypeError):  # a type that is not known here is read as a tuple
+            assert [*found.flatten(value)] == [*range(found.leaves)]
         with contextlib.suppress(TypeError):
             list(found.flatten({"a": 1}))
 
