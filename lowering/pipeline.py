@@ -240,7 +240,9 @@ def _product(stage: Stage, value: Any, options: CompileOptions, toolchain: Toolc
         return product
     fault = toolchain.fault
     kind = fault.kind if fault is not None and fault.stage == stage.name else None
-    data = toolchain.service.run(stage.name, value, options, toolchain.limits, kind)
+    data = toolchain.service.run(
+        stage.name, value, options, toolchain.limits, kind, toolchain.cancelled
+    )
     return data if stage is STAGES[-1] else data.decode()
 
 

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import IO, Any, BinaryIO, cast
 
@@ -174,8 +174,7 @@ class CompileService:
 
     def _begin(self) -> None:
         self.started = 0
-        # Linux kills a worker when the *thread* that started it ends, so one that stays does.
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="lowering-starter")
+        self._starter = _Starter()
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         for _ in range(self.size):
             self._idle.put(None)
@@ -195,6 +194,7 @@ class CompileService:
         options: CompileOptions,
         limits: Limits,
         fault: str | None = None,
+        cancelled: threading.Event | None = None,
     ) -> bytes:
         """Run a stage in a worker.
 
@@ -204,8 +204,10 @@ class CompileService:
             options: what it may know beside its input.
             limits: what it may take.
             fault: a failure to commit instead, for tests.
+            cancelled: set, before `close`, by who waits for the product no more.
 
         Raises:
+            CancelledError: the service was closed meanwhile, or `cancelled` is set.
             StageError: the stage failed, or the worker crashed, hung or ran out of memory.
             WorkerStartError: no worker comes up.
         """
@@ -216,7 +218,7 @@ class CompileService:
             "fault": fault,
         }
         try:
-            reply, product = self._ask(head, text.encode(), limits.time_s)
+            reply, product = self._ask(head, text.encode(), limits.time_s, cancelled)
         except WorkerCrashError as error:
             timed_out = isinstance(error, WorkerTimeoutError)
             raise StageError(stage, str(error), timed_out=timed_out) from error
@@ -224,7 +226,9 @@ class CompileService:
             raise StageError(stage, reply["error"])
         return product
 
-    def _ask(self, head: dict[str, Any], body: bytes, time_s: float) -> tuple[Any, bytes]:
+    def _ask(
+        self, head: dict[str, Any], body: bytes, time_s: float, cancelled: threading.Event | None
+    ) -> tuple[Any, bytes]:
         """Send a request; one that a used worker died of is sent once more, to a fresh one.
 
         The worker may have been dying already, of what is not the program's fault.
@@ -233,7 +237,7 @@ class CompileService:
         while True:
             was_used = False
             try:
-                with self._worker() as worker, self._cancelled_if_closed(worker):
+                with self._worker() as worker, self._cancelled_if_closed(worker, cancelled):
                     was_used = worker.served > 0
                     worker.await_ready()
                     return worker.request(head, body, time_s)
@@ -248,8 +252,16 @@ class CompileService:
                     raise
 
     @contextlib.contextmanager
-    def _cancelled_if_closed(self, worker: _Worker) -> Iterator[None]:
-        """Tell a worker that `close` has ended from one that died."""
+    def _cancelled_if_closed(
+        self, worker: _Worker, cancelled: threading.Event | None
+    ) -> Iterator[None]:
+        """Tell a worker that `close` has ended from one that died.
+
+        `close` ends the workers that it knows; one that it does not was lent after it, and then
+        `cancelled` is set already.
+        """
+        if cancelled is not None and cancelled.is_set():
+            raise CancelledError
         try:
             yield
         except (WorkerCrashError, WorkerStartError) as error:
@@ -267,7 +279,7 @@ class CompileService:
                 self._end(worker)
                 worker = None
             if worker is None:
-                worker = self._starter.submit(_start_worker).result()
+                worker = self._starter.start()
                 with self._lock:
                     self.started += 1
                     self._all.add(worker)
@@ -293,6 +305,42 @@ class CompileService:
             workers, self._all = self._all, set()
         for worker in workers:
             worker.kill()
+
+
+class _Starter:
+    """Starts workers on a thread that stays: Linux kills a child when its parent *thread* ends.
+
+    The thread is a daemon. One of `concurrent.futures` is waited for when the process ends, and in
+    vain where Ctrl-C came before the executor knew the thread that it had just started.
+    """
+
+    def __init__(self) -> None:
+        self._wanted: queue.SimpleQueue[Future[_Worker]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> _Worker:
+        """Return a new worker, which may not be ready yet.
+
+        Raises:
+            WorkerStartError: there can be no more processes.
+        """
+        if self._thread is None or not self._thread.is_alive():  # a second one would do no harm
+            self._thread = threading.Thread(
+                target=self._serve, name="lowering-starter", daemon=True
+            )
+            self._thread.start()
+        worker: Future[_Worker] = Future()
+        self._wanted.put(worker)
+        return worker.result()
+
+    def _serve(self) -> None:
+        while True:
+            worker = self._wanted.get()
+            try:
+                worker.set_result(_start_worker())
+            except BaseException as error:
+                worker.set_exception(error)
+            del worker  # one that nobody waits for any more ends
 
 
 _SERVICES: weakref.WeakSet[CompileService] = weakref.WeakSet()

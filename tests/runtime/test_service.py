@@ -23,9 +23,10 @@ import torch
 from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed
 
+from lowering import service as service_module
 from lowering.bisect import Diagnosis, diagnose
 from lowering.denials import DenialRecord
-from lowering.errors import StageError, WorkerStartError
+from lowering.errors import CancelledError, StageError, WorkerStartError
 from lowering.service import CompileService, Limits
 from lowering.stages import CompileOptions
 from npu_iree import toolchain
@@ -191,6 +192,23 @@ def test_a_closed_service_leaves_no_process_and_can_be_used_again(service: Compi
     service.close()
     assert worker_pids() <= before
     assert b"linalg" in lower(service)
+
+
+def test_a_worker_that_comes_up_while_the_service_is_closed_serves_no_cancelled_request(
+    service: CompileService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, cancelled, start_worker = worker_pids(), threading.Event(), service_module._start_worker
+
+    def start_late() -> Any:
+        worker = start_worker()
+        cancelled.set()
+        service.close()  # does not know this worker yet
+        return worker
+
+    monkeypatch.setattr(service_module, "_start_worker", start_late)
+    with pytest.raises(CancelledError):
+        service.run("torch-to-linalg", RELU, CompileOptions(), Limits(), "hang", cancelled)
+    assert worker_pids() <= before
 
 
 def test_a_workers_stderr_is_quoted_and_not_shown(
