@@ -131,6 +131,22 @@ def test_products_read_both_factors_ahead(
         assert len(set(bases)) == prefetches
 
 
+@pytest.mark.parametrize(("width", "products"), [(64, 1), (63, 0)])
+def test_a_matrix_of_whole_cache_lines_is_added_up_lane_by_lane(
+    lowered: Lower, width: int, products: int
+) -> None:
+    ir = lowered(lambda x, w: torch.mm(x, w.t()), torch.zeros(1, width), torch.zeros(40, width))
+    flow = ir["linalg-to-flow"]
+    assert count(r"linalg\.matvec ", ir["torch-to-linalg"]) == 1
+    assert count(r"math\.fma", flow) == count("compilation_info =", flow) == products
+    options = CompileOptions(flags=NPU_LOCAL.compile.flag_sets[0])
+    with IreeSession(options) as session:
+        module = session.parse(flow)
+        session.compile(module, begin="flow", end="executable-targets")
+        vectors = re.findall(r"llvm\.intr\.fma\(.*vector<16xf32>", str(module))
+        assert len(vectors) == 8 * products, "one for each row of a tile, and no element alone"
+
+
 @pytest.mark.parametrize(("function", "kept"), [(torch.sort, 1), (torch.relu, 0)])
 def test_only_an_argument_that_would_be_overwritten_is_kept(
     lowered: Lower, function: Callable[..., Any], kept: int

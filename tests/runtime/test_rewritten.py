@@ -49,7 +49,9 @@ def test_convolutions_along_one_dimension_and_their_gradients() -> None:
     assert_same(results[1], results[0])
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 1), (3, 40), (16, 16), (33, 17), (70, 100)])
+@pytest.mark.parametrize(
+    ("rows", "width"), [(1, 1), (3, 40), (1, 16), (16, 16), (33, 17), (67, 48), (130, 1024)]
+)
 def test_products_of_one_row_of_any_size(rows: int, width: int) -> None:
     model = torch.nn.Linear(width, rows)
     with torch.no_grad():
