@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 from torch import fx
 
-from lowering.sizes import of_each
+from lowering.sizes import is_static
 
 aten = torch.ops.aten
 FEW_ROWS = 8
@@ -19,7 +18,7 @@ _MATMULS: dict[object, int] = {
     aten.bmm.default: 0,
     aten.baddbmm.default: 1,
 }
-_STRIDES, _GROUPS = 3, 8  # arguments of aten.convolution
+_GROUPS = 8  # argument of aten.convolution
 
 
 def _is_convolution(node: fx.Node) -> bool:
@@ -30,15 +29,10 @@ def _is_depthwise(node: fx.Node) -> bool:
     return node.target is aten.convolution.default and bool(node.args[_GROUPS] != 1)
 
 
-def _is_overlapping(node: fx.Node) -> bool:
-    """Say whether the windows of a dense convolution share elements."""
-    if node.target is not aten.convolution.default or _is_depthwise(node):
-        return False
-    kernel, strides = node.args[1], cast("Sequence[int]", node.args[_STRIDES])
-    sizes = kernel.meta["val"].shape[2:] if isinstance(kernel, fx.Node) else ()
-    return any(
-        size > stride for size, stride in zip(sizes, of_each(strides, len(sizes)), strict=True)
-    )
+def _is_dynamic(node: fx.Node) -> bool:
+    """Say whether a convolution is one of sizes that change."""
+    values = [n.meta["val"] for n in node.all_input_nodes] if _is_convolution(node) else []
+    return not is_static(*values)
 
 
 def _is_matmul(node: fx.Node) -> bool:
@@ -65,6 +59,7 @@ def _is_float32(node: fx.Node) -> bool:
 _ANY: dict[str, Callable[[fx.Node], bool]] = {
     "convolution": _is_convolution,
     "depthwise": _is_depthwise,
+    "dynamic": _is_dynamic,
     "matmul": _is_matmul,
 }
 
@@ -72,19 +67,16 @@ _ANY: dict[str, Callable[[fx.Node], bool]] = {
 def traits_of(graphs: Sequence[fx.GraphModule]) -> frozenset[str]:
     """Return what of the following graphs contain.
 
-    `convolution`, `depthwise` (one in groups), `matmul`; `float32`: there are products or
-    convolutions, all of that type; `overlapping`: most of the convolutions are dense ones whose
-    windows share elements; `few-rows`: there are products, and most have at most 8 rows.
+    `convolution`, `depthwise` (one in groups), `dynamic` (one of sizes that change), `matmul`;
+    `float32`: there are products or convolutions, all of that type; `few-rows`: there are products,
+    and most have at most 8 rows.
     """
     nodes = [node for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
     found = {word for word, is_such in _ANY.items() if any(map(is_such, nodes))}
     few, products = sum(map(_has_few_rows, nodes)), sum(map(_is_matmul, nodes))
-    overlapping = sum(map(_is_overlapping, nodes))
-    convolutions = sum(map(_is_convolution, nodes))
     factors = [node for node in nodes if _is_matmul(node) or _is_convolution(node)]
     mostly = {
         "float32": factors and all(map(_is_float32, factors)),
         "few-rows": 2 * few > products,
-        "overlapping": 2 * overlapping > convolutions,
     }
     return frozenset(found | {word for word, is_so in mostly.items() if is_so})

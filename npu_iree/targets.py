@@ -100,12 +100,12 @@ _CPU_CANDIDATES = (
     Candidate(name="o3", flags=_O3, is_quick=True),
     Candidate(name="none", flags=_LLVM_CPU),
 )
-# What of a kind of region was fastest (`ci/measure_flags.py`). Of convolutions, im2col, unless it
-# writes most elements many times: at batch 1 and 8, ResNet-18 (windows of 3x3) takes 1.1 and 2.0
-# times as long with it as with channels last; ResNet-50 (1x1) 0.35 and 0.6 times.
+# What of a kind of region was fastest (`ci/measure_flags.py`). Convolutions that are not rewritten
+# as products (`lowering.rewrites.convolutions`) are best with channels last; of sizes that change,
+# none are, and im2col is best.
 _CPU_CHOICES = (
-    Choice(traits=_CONVOLUTION | _FLOAT32 | {"overlapping"}, candidates=("channels-last-packed",)),
-    Choice(traits=_CONVOLUTION | _FLOAT32, candidates=("im2col-packed",)),
+    Choice(traits=_CONVOLUTION | _FLOAT32 | {"dynamic"}, candidates=("im2col-packed",)),
+    Choice(traits=_CONVOLUTION | _FLOAT32, candidates=("channels-last-packed",)),
     Choice(traits=_CONVOLUTION, candidates=("im2col",)),
     Choice(traits=_FLOAT32, candidates=("packed",)),
 )

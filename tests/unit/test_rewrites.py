@@ -121,6 +121,37 @@ def test_each_channel_by_itself_in_two_dimensions(data: st.DataObject) -> None:
     assert_same(rewritten(x, weight), expected)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_images(data: st.DataObject) -> None:
+    def pair(low: int, high: int) -> list[int]:
+        return data.draw(st.lists(st.integers(low, high), min_size=2, max_size=2))
+
+    kernel, stride, padding, dilation = pair(1, 6), pair(1, 3), pair(0, 2), pair(1, 2)
+    if data.draw(st.booleans()):
+        stride, padding, dilation = kernel, [0, 0], [1, 1]
+    x, weight = (
+        torch.randn(data.draw(st.integers(1, 3)), 4, *pair(1, 20)),
+        torch.randn(3, 4, *kernel),
+    )
+    bias = torch.randn(3) if data.draw(st.booleans()) else None
+
+    def convolve(*given: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.conv2d(*(*given, None)[:3], stride, padding, dilation)
+
+    tensors = [x, weight] if bias is None else [x, weight, bias]
+    try:
+        expected = convolve(*tensors)
+    except RuntimeError:  # the window is larger than the input
+        assume(False)
+    rewritten = rewrite(graph_of(convolve, *tensors), TARGET)
+    places, is_small = kernel[0] * kernel[1], x.shape[2] * x.shape[3] <= 256
+    is_product = stride == kernel and not any(padding) and dilation == [1, 1]
+    is_product = is_product or places == 1 or (is_small and places <= 32)
+    assert ("aten.convolution.default" not in ops(rewritten)) == is_product
+    torch.testing.assert_close(rewritten(*tensors), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_target_lists_its_rewrites() -> None:
     x, weight = torch.randn(1, 4, 9), torch.randn(4, 4, 3)
     graph = graph_of(torch.conv1d, x, weight)

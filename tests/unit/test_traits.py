@@ -17,18 +17,7 @@ conv = torch.nn.functional.conv2d
 IMAGE, ROW, ROWS = torch.randn(1, 8, 9, 9), torch.randn(1, 16), torch.randn(64, 16)
 CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...], set[str]]] = {
     "nothing": (torch.relu, (ROW,), set()),
-    "conv": (conv, (IMAGE, torch.randn(4, 8, 3, 3)), {"convolution", "overlapping", "float32"}),
-    "pointwise": (conv, (IMAGE, torch.randn(4, 8, 1, 1)), {"convolution", "float32"}),
-    "patches": (
-        lambda x, w: conv(x, w, stride=3),
-        (IMAGE, torch.randn(4, 8, 3, 3)),
-        {"convolution", "float32"},
-    ),
-    "half of them": (
-        lambda x, v, w: conv(conv(x, v), w),
-        (IMAGE, torch.randn(8, 8, 1, 1), torch.randn(4, 8, 3, 3)),
-        {"convolution", "float32"},
-    ),
+    "conv": (conv, (IMAGE, torch.randn(4, 8, 3, 3)), {"convolution", "float32"}),
     "depthwise": (
         lambda x, w: conv(x, w, groups=8),
         (IMAGE, torch.randn(8, 1, 3, 3)),
@@ -73,14 +62,11 @@ def test_the_first_choice_that_fits_comes_before_the_flag_sets() -> None:
     assert target.replacing("--b", "--z").flag_sets_for({"matmul"}) == (("--z",), ("--a",))
 
 
-def test_convolutions_are_laid_out_by_their_windows() -> None:
-    choose, flags = (
-        NPU_LOCAL.compile.flag_sets_for,
-        {c.name: c for c in NPU_LOCAL.compile.candidates},
-    )
-    kind = {"convolution", "float32"}
-    assert choose(kind)[0] == flags["im2col-packed"].flags
-    assert choose({*kind, "overlapping", "matmul"})[0] == flags["channels-last-packed"].flags
+def test_convolutions_are_laid_out_by_whether_their_sizes_change() -> None:
+    flags = {c.name: c.flags for c in NPU_LOCAL.compile.candidates}
+    for mode, name in (("fake", "channels-last-packed"), ("symbolic", "im2col-packed")):
+        graph = make_fx(conv, tracing_mode=mode)(IMAGE, torch.randn(4, 8, 3, 3))
+        assert NPU_LOCAL.compile.flag_sets_for(traits_of([graph]))[0] == flags[name]
 
 
 @pytest.mark.parametrize("target", [NPU_LOCAL, NPU_VIRTUAL], ids=lambda t: t.name)
