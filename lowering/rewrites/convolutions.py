@@ -69,19 +69,17 @@ def convolution(
     if transposed:
         return _UNCHANGED
     window = weight.shape[2:], stride, padding, dilation
-    wide, wide_weight = widened(x), widened(weight)
-    if groups == 1 and _is_images(x, weight):
+    wide, wide_weight, is_small = widened(x), widened(weight), _is_small(x, weight)
+    if is_small and groups == x.shape[1] == weight.shape[0] and x.dim() < 5:
+        y = _by_channel(_windows(wide, *window), wide_weight)
+    elif is_small and groups == 1 and x.dim() == 3:
+        y = _product(_windows(wide, *window), wide_weight)
+    elif groups == 1 and _is_images(x, weight):
         columns = _columns(x, *window)
         if columns is None:
             return _UNCHANGED
         y = torch.mm(_rows(weight.flatten(2)), columns.flatten(1))
         y = y.view(-1, *columns.shape[1:]).transpose(0, 1)
-    elif not _is_small(x, weight):
-        return _UNCHANGED
-    elif groups == x.shape[1] == weight.shape[0] and x.dim() < 5:
-        y = _by_channel(_windows(wide, *window), wide_weight)
-    elif groups == 1 and x.dim() == 3:
-        y = _product(_windows(wide, *window), wide_weight)
     else:
         return _UNCHANGED
     if bias is not None:
