@@ -79,6 +79,7 @@ def main() -> None:
     for name in args.models:
         with torch.no_grad():
             rows = profile(name, args.batch, args.calls)
+        torch._dynamo.reset()  # else the next model is looked for among the runners of this one
         gc.collect()
         print(f"{name} x{args.batch}: {sum(r.seconds for r in rows) * 1e3:.2f} ms of device work")
         for row in rows[: args.top]:
