@@ -8,6 +8,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from lowering.decompositions import op_name
+from lowering.sizes import is_static
 
 # Views and copies: a region of these alone computes nothing, so it is not worth a transfer.
 MOVE_OPS = frozenset(
@@ -113,6 +114,12 @@ def makes_sizes(node: fx.Node) -> bool:
 def _unbacked(value: object) -> frozenset[object]:
     sized = [v for v in pytree.tree_leaves(value) if isinstance(v, (torch.Tensor, torch.SymInt))]
     return frozenset(symbol for v in sized for symbol in free_unbacked_symbols(v))
+
+
+def takes_static_tensors(node: fx.Node) -> bool:
+    """Say whether all that a node takes of others are tensors of sizes that do not change."""
+    inputs = [n.meta.get("val") for n in node.all_input_nodes]
+    return all(isinstance(value, torch.Tensor) and is_static(value) for value in inputs)
 
 
 def has_effect(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
-from lowering.sizes import is_static
+from lowering.nodes import takes_static_tensors
 
 aten = torch.ops.aten
 FEW_ROWS = 8
@@ -30,9 +30,8 @@ def _is_depthwise(node: fx.Node) -> bool:
 
 
 def _is_dynamic(node: fx.Node) -> bool:
-    """Say whether a convolution is one of sizes that change."""
-    values = [n.meta["val"] for n in node.all_input_nodes] if _is_convolution(node) else []
-    return not is_static(*values)
+    """Say whether a convolution is one of sizes that change, which no rewrite takes."""
+    return _is_convolution(node) and not takes_static_tensors(node)
 
 
 def _is_matmul(node: fx.Node) -> bool:

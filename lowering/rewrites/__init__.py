@@ -10,13 +10,12 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
+from lowering.nodes import takes_static_tensors
 from lowering.rewrites import convolutions, products
 from lowering.rewrites.recorder import Recorder
 from lowering.rewrites.rule import Rule
-from lowering.sizes import is_static
 from lowering.target import CompileTarget
 
 # What a target lists in `CompileTarget.rewrites` -> op -> what it is rewritten by.
@@ -45,7 +44,7 @@ def rewrite(graph_module: fx.GraphModule, target: CompileTarget) -> fx.GraphModu
     recorder, is_rewritten = Recorder(graph), False
     for node in graph_module.graph.nodes:
         new: Any = NotImplemented
-        rule = table.get(node.target) if _is_static(node) else None
+        rule = table.get(node.target) if takes_static_tensors(node) else None
         if rule is not None and (taken := rule.takes(node)) is not None:
             args = fx.map_arg(taken, values.__getitem__)
             new = recorder.record(rule.function, args, node.meta)
@@ -58,8 +57,3 @@ def rewrite(graph_module: fx.GraphModule, target: CompileTarget) -> fx.GraphModu
         values[node] = new
     graph.eliminate_dead_code()
     return fx.GraphModule(graph_module, graph) if is_rewritten else graph_module
-
-
-def _is_static(node: fx.Node) -> bool:
-    inputs = [n.meta.get("val") for n in node.all_input_nodes]
-    return all(isinstance(value, torch.Tensor) and is_static(value) for value in inputs)
