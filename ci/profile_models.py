@@ -90,8 +90,8 @@ def main() -> None:
                 f"{limit:12s} {ops[:80]}"
             )
         found[f"{name} x{args.batch}"] = [_brief(row) for row in rows[: args.top]]
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        if args.json:  # a later model may fail
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _brief(row: Row) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -100,12 +101,14 @@ def test_it_keeps_dtype_nan_and_infinity(dtype: torch.dtype, groups: int) -> Non
     assert_same(rewritten(x, weight), convolve(x, weight))
 
 
+def pair_of(data: st.DataObject, low: int, high: int) -> list[int]:
+    return data.draw(st.lists(st.integers(low, high), min_size=2, max_size=2))
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_each_channel_by_itself_in_two_dimensions(data: st.DataObject) -> None:
-    def pair(low: int, high: int) -> list[int]:
-        return data.draw(st.lists(st.integers(low, high), min_size=2, max_size=2))
-
+    pair = functools.partial(pair_of, data)
     kernel, stride, padding, dilation = pair(1, 3), pair(1, 2), pair(0, 2), pair(1, 2)
     x, weight = torch.randn(2, 3, *pair(4, 7)).double(), torch.randn(3, 1, *kernel).double()
 
@@ -124,9 +127,7 @@ def test_each_channel_by_itself_in_two_dimensions(data: st.DataObject) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_images(data: st.DataObject) -> None:
-    def pair(low: int, high: int) -> list[int]:
-        return data.draw(st.lists(st.integers(low, high), min_size=2, max_size=2))
-
+    pair = functools.partial(pair_of, data)
     kernel, stride, padding, dilation = pair(1, 6), pair(1, 3), pair(0, 2), pair(1, 2)
     if data.draw(st.booleans()):
         stride, padding, dilation = kernel, [0, 0], [1, 1]
