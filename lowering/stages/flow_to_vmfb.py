@@ -6,10 +6,8 @@ import itertools
 
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.bind_functions import add_bind_functions
-from lowering.stages.iree_session import IreeSession
+from lowering.stages.iree_session import DATA_TILING, IreeSession
 from lowering.stages.read_ahead import read_ahead
-
-_DATA_TILING = "--iree-opt-data-tiling"
 
 
 def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
@@ -39,7 +37,7 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
                 add_bind_functions(module, list(names))
         output = Output.open_membuffer()
         begin = "flow"
-        if _DATA_TILING in options.flags:
+        if DATA_TILING in options.flags:
             session.compile(module, begin=begin, end="executable-targets")
             with session.context:
                 read_ahead(module)

@@ -7,9 +7,11 @@ import os
 from functools import cache
 from typing import Any
 
+from lowering.cpu import required_features
 from lowering.stages import CompileOptions
 from lowering.stages.mlir_context import MlirContext
 
+DATA_TILING = "--iree-opt-data-tiling"
 # Of a matrix product, in 2 CPUs: a weight is read from memory once for every so many bytes of rows.
 # In IREE's own 64 KiB it is read 4 times for 64 rows, which takes up to 1.8 times as long.
 _TILE_BYTES, _LEAST_TILE_BYTES = 1 << 20, 1 << 16
@@ -54,6 +56,12 @@ class IreeSession(MlirContext):
                 return ir.Module.parse(asm)
         except ir.MLIRError as error:
             raise RuntimeError(self.said(str(error))) from error
+
+    def features(self) -> tuple[str, ...]:
+        """Return what the CPU that is compiled for can do, by LLVM's names."""
+        module = self.parse("module {}")
+        self.compile(module, end="preprocessing")
+        return required_features(str(module))
 
     def compile(self, module: Any, *, begin: str = "start", end: str = "end") -> Any:
         """Run the compiler's phases after `begin` up to `end` on `module`, in place.

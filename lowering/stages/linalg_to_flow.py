@@ -9,9 +9,10 @@ from lowering.abi import PARAMETER_SCOPE
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.barrier import drop_barriers
 from lowering.stages.call_kernels import link_kernels
-from lowering.stages.iree_session import IreeSession
+from lowering.stages.iree_session import DATA_TILING, IreeSession
 from lowering.stages.keep_arguments import keep_arguments
 from lowering.stages.read_by_rows import read_by_rows
+from lowering.stages.read_in_panels import read_in_panels
 from lowering.stages.separate_fills import separate_fills
 from lowering.stages.separate_pieces import separate_pieces
 from lowering.stages.separate_reads import separate_reads
@@ -56,6 +57,7 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
     """Make a module in linalg, in place, what IREE is to compile."""
     from iree.compiler import ir
 
+    features = session.features() if DATA_TILING in options.flags else ()
     with session.context:
         link_kernels(session, module, options.kernels)
         bound: dict[str, Any] = {}
@@ -69,6 +71,7 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 separate_pieces(function)
                 if any(flag.endswith("=llvm-cpu") for flag in options.flags):
                     read_by_rows(function)
+                read_in_panels(function, features)
 
 
 def _entry_points(module: Any) -> list[Any]:

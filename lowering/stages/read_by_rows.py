@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lowering.stages.templates import replace_by
+
 _LANES = 16  # floats of a cache line
 # 64 rows a work item, 8 of them side by side, a cache line of each at a time.
 _TILES = (
@@ -74,33 +76,4 @@ def read_by_rows(function: Any) -> None:
         rows, width = kind.shape
         if rows and width and width % _LANES == 0:
             text = _PRODUCT.format(rows=rows, width=width, steps=width // _LANES, tiles=_TILES)
-            with ir.InsertionPoint(op):
-                product = _put(text, list(op.operands), op.operation.location)
-            op.operation.results[0].replace_all_uses_with(product)
-            op.operation.erase()
-
-
-def _put(text: str, arguments: list[Any], location: Any) -> Any:
-    """Put the body of a function at the insertion point; return what it returns.
-
-    Args:
-        text: of the function.
-        arguments: what it is called with.
-        location: whence its ops are said to be.
-    """
-    from iree.compiler import ir
-
-    module = ir.Module.parse(text)  # its ops live as long
-    (function,) = module.body.operations
-    block = function.regions[0].blocks[0]
-    values = dict(zip(block.arguments, arguments, strict=True))
-    for op in block.operations:
-        operands = [values[operand] for operand in op.operands]
-        if op.operation.name == "func.return":
-            return operands[0]
-        copy = op.operation.clone()
-        copy.location = location
-        for i, operand in enumerate(operands):
-            copy.operands[i] = operand
-        values.update(zip(op.operation.results, copy.results, strict=True))
-    raise AssertionError("a function ends with a return")
+            replace_by(op, text, list(op.operands))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from lowering.program import Program
 from lowering.region import Region, extract_region
 from lowering.stages import CompileOptions
 from lowering.stages.iree_session import IreeSession
-from lowering.stages.linalg_to_flow import prepare
+from lowering.stages.linalg_to_flow import form_dispatches, prepare
 from lowering.stages.read_ahead import read_ahead
+from lowering.stages.read_in_panels import work_item
 from npu_iree.targets import NPU_LOCAL
 
 Lower = Callable[..., dict[str, str]]
@@ -117,7 +119,7 @@ def test_a_barrier_stands_only_where_one_op_reads_a_reduction_along_two_axes(
 def test_products_read_both_factors_ahead(
     lowered: Lower, function: Callable[..., Any], prefetches: int
 ) -> None:
-    flow = lowered(lambda x, y: function(x, y), torch.zeros(64, 64), torch.zeros(64, 64))
+    flow = lowered(lambda x, y: function(x, y), torch.zeros(96, 96), torch.zeros(96, 96))
     flags = NPU_LOCAL.compile.flag_sets_for({"float32"})[0]
     with IreeSession(CompileOptions(flags=flags)) as session:
         module = session.parse(flow["linalg-to-flow"])
@@ -129,6 +131,50 @@ def test_products_read_both_factors_ahead(
         assert len(pointers) == prefetches
         bases = [re.findall(rf"{p} = llvm\.getelementptr (%\w+)\[512\]", text)[0] for p in pointers]
         assert len(set(bases)) == prefetches
+
+
+@pytest.mark.parametrize(
+    ("cpu", "columns", "fmas"),
+    [
+        ("skylake-avx512", 64, {"vector<32xf32>": 12}),
+        ("haswell", 64, {"vector<16xf32>": 6}),
+        ("skylake-avx512", 63, None),
+        ("nehalem", 64, None),
+    ],
+)
+def test_a_product_packs_its_weight_at_load_and_nothing_else(
+    lowered: Lower, cpu: str, columns: int, fmas: dict[str, int] | None
+) -> None:
+    """Where a CPU has vectors that the columns fill; elsewhere it is left to IREE."""
+    ir = lowered(
+        lambda x, w, b: torch.relu(torch.nn.functional.linear(x, w, b)),
+        torch.zeros(24, 40), torch.zeros(columns, 40), torch.zeros(columns), weights=2,
+    )  # fmt: skip
+    host = "--iree-llvmcpu-target-cpu=host"
+    target = NPU_LOCAL.compile.replacing(host, f"--iree-llvmcpu-target-cpu={cpu}")
+    options = CompileOptions(flags=target.flag_sets[0], parameters={"main": ("w", "b")})
+    with IreeSession(options) as session:
+        module = session.parse(ir["torch-to-linalg"])
+        form_dispatches(session, module, options)
+        text = str(module)
+        assert (count("compilation_info =", text) == 1) == (fmas is not None)
+        if fmas is not None:
+            assert count(r"linalg\.pack ", text) == count(r"flow\.dispatch @main", text) == 1
+            assert count(r"linalg\.unpack|encode", text) == 0
+            session.compile(module, begin="flow", end="executable-targets")
+            found = re.findall(r"llvm\.intr\.fmuladd\(.*(vector<\d+xf32>)", str(module))
+            assert Counter(found) == fmas, "one for each row of a block"
+
+
+@pytest.mark.parametrize(
+    ("rows", "panels", "stack", "expected"),
+    [(128, 24, 1, 3), (128, 96, 1, 3), (197, 72, 1, 9), (250, 2, 8, 1), (12, 1, 1, 1)],
+)
+def test_work_is_shared_out_evenly(rows: int, panels: int, stack: int, expected: int) -> None:
+    item_rows, item_panels = work_item(rows, panels, stack, 12)
+    assert item_rows % 12 == 0
+    assert rows <= item_rows < rows + 12
+    assert item_panels == expected
 
 
 @pytest.mark.parametrize(("width", "products"), [(64, 1), (63, 0)])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from lowering.cpu import missing_features
 from tolerances import assert_same
 
 ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -60,6 +61,40 @@ def test_products_of_one_row_of_any_size(rows: int, width: int) -> None:
     x = torch.randn(1, width)
     with torch.no_grad():
         assert_same(compiled(x), model(x))
+
+
+@pytest.mark.parametrize(
+    ("stack", "rows", "width", "columns"),
+    [
+        ((), 2, 1, 32),
+        ((), 13, 17, 64),
+        ((), 25, 300, 96),
+        ((3,), 12, 5, 32),
+        ((2, 2), 11, 64, 160),
+        ((1,), 50, 7, 16),
+    ],
+)
+@pytest.mark.parametrize("cpu", ["host", "haswell"])
+def test_products_in_panels(
+    cpu: str, stack: tuple[int, ...], rows: int, width: int, columns: int
+) -> None:
+    if missing_features(["avx2", "fma"]):
+        pytest.skip("no code for this CPU")
+    x, w, start = (
+        torch.randn(*stack, *shape) for shape in ((rows, width), (columns, width), (width, columns))
+    )
+    x[..., 0, 0], w[..., -1, -1], start[..., 0, 1] = float("nan"), float("inf"), -float("inf")
+
+    def products(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        return [(x @ w.mT).relu() + 1, x @ v, (x + x) @ v.mT.contiguous().mT]
+
+    flag = "--iree-llvmcpu-target-cpu="
+    compiled = torch.compile(
+        products,
+        backend="npu_iree",
+        options={"fallback": "error", "flags": [flag + cpu]},
+    )
+    assert_same(compiled(x, w, start), products(x, w, start))
 
 
 def test_grouped_queries_and_one_written_row_of_a_cache() -> None:

@@ -1,0 +1,212 @@
+"""Write products of matrices such that one factor is packed, if any, and no result unpacked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lowering.stages.templates import replace_by
+
+# Rows (at most) and columns of a result that registers hold, by what the CPU can do, the first that
+# fits: 24 of 32 registers of 16 floats, 12 of 16 registers of 8. The factors need the others.
+_BLOCKS: Mapping[frozenset[str], tuple[int, int]] = {
+    frozenset({"avx512f"}): (12, 32),
+    frozenset({"avx2", "fma"}): (6, 16),
+}
+_MOST_ROWS = 2048  # of a work item
+_MOST_PANELS = 16  # of a work item
+# IREE's task system hands out work items one by one while there are fewer than 8 for each worker,
+# and else 8 at a time (`iree/task/tuning.h`); they are made such that these have the same to do.
+_AT_A_TIME = 8
+_WORKERS = (2, 4, 8)
+_MOST_STACKED = 64  # matrices: how unevenly more are shared out hardly differs
+
+# Of stacked matrices, {s} is "s, " and {one} is "1, "; of single ones, nothing.
+_PRODUCT = """
+func.func private @product(%x: {x}, %w: {w}, %start: {y}) -> {y} {{
+  %empty = tensor.empty() : {panels}
+  %panels = linalg.pack %w {order} inner_dims_pos = [{dim}] inner_tiles = [{width}] into %empty
+      : {w} -> {panels}
+  %zeros = tensor.expand_shape %start {columns} output_shape {split_shape} : {y} into {split}
+  %parts = linalg.generic {{
+      indexing_maps = [affine_map<({s}m, n, l, k) -> ({s}m, k)>,
+                       affine_map<({s}m, n, l, k) -> ({s}n, k, l)>,
+                       affine_map<({s}m, n, l, k) -> ({s}m, n, l)>],
+      iterator_types = [{parallel}, "reduction"]}}
+      ins(%x, %panels : {x}, {panels}) outs(%zeros : {split})
+      attrs = {{compilation_info = #iree_codegen.compilation_info<
+        lowering_config = #iree_cpu.lowering_config<
+          distribution = [{one}{item_rows}, {item_panels}, 0, 0],
+          cache_parallel = [{one}{item_rows}, 1, 0, 0],
+          vector_common_parallel = [{one}{rows}, 1, {width}, 0],
+          vector_reduction = [{zero}0, 0, 0, 1]>,
+        translation_info = #iree_codegen.translation_info<
+          pipeline = #iree_cpu.pipeline<DoubleTilingExpert>, {{enable_loop_peeling = true}}>>}} {{
+  ^bb0(%a: f32, %b: f32, %sum: f32):
+    %ab = arith.mulf %a, %b : f32
+    %next = arith.addf %sum, %ab : f32
+    linalg.yield %next : f32
+  }} -> {split}
+  %y = tensor.collapse_shape %parts {columns} : {split} into {y}
+  return %y : {y}
+}}
+"""
+_NAMES = {"linalg.matmul": 2, "linalg.batch_matmul": 3}  # -> dimensions of a factor
+
+
+def read_in_panels(function: Any, features: Collection[str]) -> None:
+    """Read the second factor of products of floats in panels as wide as two vectors.
+
+    IREE packs both factors into panels of 16 rows or columns, and unpacks the result. A block of
+    16x16 loads 17 times to make 16 multiply-adds of vectors, which is more than a CPU can; one of
+    12x32 loads 14 times for 24. Its rows of the first factor need not be packed, nor the result
+    unpacked, and what is computed of that follows in the same device program. Weights are packed
+    once, at load.
+
+    Before: %y = linalg.matmul ins(%x, %w)                      with %x of [M, K], %w of [K, N]
+    After:  %panels[n, k, l] = %w[k, 32 * n + l]
+            %parts[m, n, l] = sum over k of %x[m, k] * %panels[n, k, l]
+            %y[m, 32 * n + l] = %parts[m, n, l]
+
+    Args:
+        function: an entry point; its parameters are loads of globals.
+        features: of the CPU that is compiled for, by LLVM's names.
+    Source: the blocks are those of K. Goto and R. van de Geijn, "Anatomy of High-Performance Matrix
+        Multiplication" (2008).
+    """
+    block = next((b for needed, b in _BLOCKS.items() if needed <= frozenset(features)), None)
+    if block is None:
+        return
+    for op in list(function.regions[0].blocks[0].operations):
+        if (product := _product_of(op, block)) is not None:
+            replace_by(op, product.text(), product.arguments)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """One product: its sizes, and where its operands come from.
+
+    Attributes:
+        sizes: M, K, N.
+        stack: how many matrices there are, one after the other; None: one that is not stacked.
+        block: rows, at most, and columns that registers hold.
+        is_transposed: whether the second factor is `[N, K]`.
+        arguments: both factors, and what the sums begin with.
+    """
+
+    sizes: tuple[int, int, int]
+    stack: int | None
+    block: tuple[int, int]
+    is_transposed: bool
+    arguments: Sequence[Any]
+
+    def text(self) -> str:
+        """Write it."""
+        (m, k, n), (most, width) = self.sizes, self.block
+        rows = -(-m // -(-m // most))  # of blocks as high as one another
+        stack = [] if self.stack is None else [self.stack]
+        count, first = n // width, len(stack)
+        item_rows, item_panels = work_item(m, count, self.stack or 1, rows)
+        w = _tensor(*stack, n, k) if self.is_transposed else _tensor(*stack, k, n)
+        order = [*range(first), first + 1, first]
+        split = [*stack, m, count, width]
+        return _PRODUCT.format(
+            x=_tensor(*stack, m, k),
+            w=w,
+            y=_tensor(*stack, m, n),
+            panels=_tensor(*stack, count, k, width),
+            order="" if self.is_transposed else f"outer_dims_perm = {order}",
+            dim=first if self.is_transposed else first + 1,
+            columns=[[d] for d in range(first + 1)] + [[first + 1, first + 2]],
+            split=_tensor(*split),
+            split_shape=split,
+            s="s, " if stack else "",
+            one="1, " if stack else "",
+            zero="0, " if stack else "",
+            parallel=", ".join(['"parallel"'] * (first + 3)),
+            item_rows=item_rows,
+            item_panels=item_panels,
+            rows=rows,
+            width=width,
+        )
+
+
+def _product_of(op: Any, block: tuple[int, int]) -> _Product | None:
+    """Read an op off; None if it is no product that is written anew.
+
+    Args:
+        op: any op.
+        block: rows, at most, and columns that registers hold.
+    """
+    from iree.compiler import ir
+
+    rank = _NAMES.get(op.operation.name)
+    if rank is None or not _is_plain(op.operation, rank):
+        return None
+    kinds = [ir.RankedTensorType(operand.type) for operand in op.operands]
+    if not all(str(k.element_type) == "f32" and k.has_static_shape for k in kinds):
+        return None
+    x, w, start = op.operands
+    *stack, m, k = kinds[0].shape
+    n = kinds[1].shape[-1]
+    if m < 2 or 0 in (k, n, *stack) or n % block[1]:
+        return None
+    source = _transposed(w, rank)
+    return _Product(
+        sizes=(m, k, n),
+        stack=stack[0] if stack else None,
+        block=block,
+        is_transposed=source is not None,
+        arguments=(x, w if source is None else source, start),
+    )
+
+
+def _is_plain(op: Any, rank: int) -> bool:
+    """Say whether a product is of matrices as they are: such an op may have maps of its own."""
+    from iree.compiler import ir
+
+    if "indexing_maps" not in op.attributes:
+        return True
+    stack = [ir.AffineDimExpr.get(0)] if rank == 3 else []
+    m, n, k = (ir.AffineDimExpr.get(d) for d in range(len(stack), len(stack) + 3))
+    plain = ([*stack, m, k], [*stack, k, n], [*stack, m, n])
+    maps = [ir.AffineMapAttr(a).value for a in op.attributes["indexing_maps"]]
+    return all(list(a.results) == b for a, b in zip(maps, plain, strict=True))
+
+
+def _transposed(value: Any, rank: int) -> Any:
+    """Return what a value has the last two dimensions of the other way round; None: of nothing."""
+    owner = getattr(value.owner, "operation", None)
+    if owner is None or owner.name != "linalg.transpose":
+        return None
+    order = [*range(rank - 2), rank - 1, rank - 2]
+    is_swap = list(owner.attributes["permutation"]) == order
+    return owner.operands[0] if is_swap else None
+
+
+def work_item(m: int, panels: int, stack: int, rows: int) -> tuple[int, int]:
+    """Return how many rows and panels a worker computes at a time."""
+    parts, stack = -(-m // _MOST_ROWS), min(stack, _MOST_STACKED)
+    item_rows = -(-m // (parts * rows)) * rows
+    heights = [min(item_rows, m - top) for top in range(0, m, item_rows)]
+
+    def unevenness(item: int) -> float:
+        widths = [min(item, panels - left) for left in range(0, panels, item)]
+        items = [height * width for _ in range(stack) for height in heights for width in widths]
+        return round(sum(_longest(items, w) * w / sum(items) for w in _WORKERS), 2)
+
+    return item_rows, min(range(1, min(panels, _MOST_PANELS) + 1), key=unevenness)
+
+
+def _longest(items: Sequence[int], workers: int) -> int:
+    """Return what the busiest of some workers has to do."""
+    share = 1 if len(items) < _AT_A_TIME * workers else _AT_A_TIME
+    loads = [0] * workers
+    for begin in range(0, len(items), share):
+        loads[loads.index(min(loads))] += sum(items[begin : begin + share])
+    return max(loads)
+
+
+def _tensor(*shape: int) -> str:
+    return f"tensor<{'x'.join(map(str, shape))}xf32>"
