@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def replace_by(op: Any, text: str, arguments: Sequence[Any]) -> None:
-    """Replace an op of one result by the body of a function.
+def replace_by(op: Any, text: str, arguments: Sequence[Any]) -> Any:
+    """Replace an op of one result by the body of a function; return the new result.
 
     Args:
         op: goes away.
@@ -20,6 +20,7 @@ def replace_by(op: Any, text: str, arguments: Sequence[Any]) -> None:
         value = _put(text, arguments, op.operation.location)
     op.operation.results[0].replace_all_uses_with(value)
     op.operation.erase()
+    return value
 
 
 def _put(text: str, arguments: Sequence[Any], location: Any) -> Any:

@@ -166,6 +166,21 @@ def test_a_product_packs_its_weight_at_load_and_nothing_else(
             assert Counter(found) == fmas, "one for each row of a block"
 
 
+@pytest.mark.parametrize("columns", [64, 63])
+def test_what_transposes_a_product_in_panels_is_a_program_of_its_own(
+    lowered: Lower, columns: int
+) -> None:
+    ir = lowered(
+        lambda x, w: torch.relu(torch.nn.functional.linear(x, w).view(1, 24, columns).mT),
+        torch.zeros(24, 40), torch.zeros(columns, 40),
+    )  # fmt: skip
+    options = CompileOptions(flags=NPU_LOCAL.compile.flag_sets[0])
+    with IreeSession(options) as session:
+        module = session.parse(ir["torch-to-linalg"])
+        prepare(session, module, options)
+        assert count(r"util\.optimization_barrier", str(module)) == (columns == 64)
+
+
 @pytest.mark.parametrize(
     ("rows", "panels", "stack", "expected"),
     [(128, 24, 1, 3), (128, 96, 1, 3), (197, 72, 1, 9), (250, 2, 8, 1), (12, 1, 1, 1)],
