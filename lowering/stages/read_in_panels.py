@@ -15,7 +15,9 @@ _BLOCKS: Mapping[frozenset[str], tuple[int, int]] = {
     frozenset({"avx512f"}): (12, 32),
     frozenset({"avx2", "fma"}): (6, 16),
 }
-_MOST_ROWS = 2048  # of a work item
+_ROWS = range(
+    128, 513
+)  # of a work item, if so many divide those there are: they fit the second cache
 _MOST_PANELS = 16  # of a work item
 # IREE's task system hands out work items one by one while there are fewer than 8 for each worker,
 # and else 8 at a time (`iree/task/tuning.h`); they are made such that these have the same to do.
@@ -205,8 +207,11 @@ def _is_product(value: Any, products: Collection[Any]) -> bool:
 
 def work_item(m: int, panels: int, stack: int, rows: int) -> tuple[int, int]:
     """Return how many rows and panels a worker computes at a time."""
-    parts, stack = -(-m // _MOST_ROWS), min(stack, _MOST_STACKED)
-    item_rows = -(-m // (parts * rows)) * rows
+    stack = min(stack, _MOST_STACKED)
+    if m in _ROWS or not (divisors := [d for d in _ROWS if m % d == 0]):
+        item_rows = -(-m // rows) * rows
+    else:  # as many in each, or the last of them would have a loop of a size that is not known
+        item_rows = divisors[-1]
     heights = [min(item_rows, m - top) for top in range(0, m, item_rows)]
 
     def unevenness(item: int) -> float:

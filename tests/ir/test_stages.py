@@ -183,13 +183,20 @@ def test_what_transposes_a_product_in_panels_is_a_program_of_its_own(
 
 @pytest.mark.parametrize(
     ("rows", "panels", "stack", "expected"),
-    [(128, 24, 1, 3), (128, 96, 1, 3), (197, 72, 1, 9), (250, 2, 8, 1), (12, 1, 1, 1)],
+    [
+        (128, 24, 1, (132, 3)),
+        (128, 96, 1, (132, 3)),
+        (197, 72, 1, (204, 9)),
+        (250, 2, 8, (252, 1)),
+        (12, 1, 1, (12, 1)),
+        (1500, 16, 1, (500, 1)),
+        (1009, 16, 1, (1020, 1)),
+    ],
 )
-def test_work_is_shared_out_evenly(rows: int, panels: int, stack: int, expected: int) -> None:
-    item_rows, item_panels = work_item(rows, panels, stack, 12)
-    assert item_rows % 12 == 0
-    assert rows <= item_rows < rows + 12
-    assert item_panels == expected
+def test_work_is_shared_out_evenly(
+    rows: int, panels: int, stack: int, expected: tuple[int, int]
+) -> None:
+    assert work_item(rows, panels, stack, 12) == expected
 
 
 @pytest.mark.parametrize(("width", "products"), [(64, 1), (63, 0)])
