@@ -15,9 +15,7 @@ _BLOCKS: Mapping[frozenset[str], tuple[int, int]] = {
     frozenset({"avx512f"}): (12, 32),
     frozenset({"avx2", "fma"}): (6, 16),
 }
-_ROWS = range(
-    128, 513
-)  # of a work item, if so many divide those there are: they fit the second cache
+_ROWS = range(128, 513)  # of a work item, if there are more, and so many divide them
 _MOST_PANELS = 16  # of a work item
 # IREE's task system hands out work items one by one while there are fewer than 8 for each worker,
 # and else 8 at a time (`iree/task/tuning.h`); they are made such that these have the same to do.

@@ -436,10 +436,17 @@ def test_a_manifest_that_lies_crashes_nothing(
         name = data.draw(st.sampled_from(list(names)))
     where[name] = data.draw(junk)
     path = written(tmp_path_factory.getbasetemp(), content, manifest)
-    with contextlib.suppress(ArtifactError):
-        bundle = Bundle(path)
-        bundle.refuse_unless_for("npu-local")
-        everything(path)
+    refusal = None
+    try:
+        Bundle(path).refuse_unless_for("npu-local")
+        texts, _ = everything(path)
+    except ArtifactError as error:
+        refusal = error
+    if refusal is None:
+        assert texts.items() <= everything(file)[0].items(), "a text is known by its digest"
+    else:
+        assert refusal.reason
+        assert str(path) in str(refusal)
 
 
 @pytest.mark.parametrize("manifest", [b"", b"{", b"null", b"[]", b"3", b"\xff", b"[" * 100_000])
