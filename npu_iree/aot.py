@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +11,11 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
+from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lowering.decompositions import decomposition_table
+from npu_iree.aot_cache import can_be_kept, kept, traced_graphs
 from npu_iree.options import Options
 
 _Compile = Callable[..., Any]
@@ -24,7 +27,8 @@ def aot_backend(
     """Return a backend of Dynamo's that hands functional graphs to three compilers.
 
     What a graph writes to its inputs stays in the graph, at its end (`lowering.capture`). Between
-    forward and backward as little is saved as can be computed again at no cost.
+    forward and backward as little is saved as can be computed again at no cost. A graph without
+    gradients that was traced before comes out of PyTorch's cache.
 
     Args:
         options: of the `torch.compile` call.
@@ -33,14 +37,45 @@ def aot_backend(
         inference: compiles a graph without gradients.
     """
     keep = options.keep_ops | options.target_value.compile.keep_ops
-    return aot_autograd(
-        fw_compiler=forward,
-        bw_compiler=backward,
-        inference_compiler=inference,
-        decompositions=decomposition_table(keep, options.decompositions, options.rng),
-        partition_fn=_partition,
-        keep_inference_input_mutations=True,
-    )
+    asked: dict[str, Any] = {
+        "fw_compiler": forward,
+        "bw_compiler": backward,
+        "inference_compiler": inference,
+        "decompositions": _Table(keep, options.decompositions, options.rng),
+        "partition_fn": _partition,
+        "keep_inference_input_mutations": True,
+    }
+
+    def trace(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        if not can_be_kept(options, graph_module, inputs):
+            return aot_autograd(**asked)(graph_module, inputs)
+        with traced_graphs(options, graph_module, inference):
+            return aot_autograd(**asked | kept(forward, inference))(graph_module, inputs)
+
+    return trace
+
+
+class _Table(Mapping[OpOverload, Callable[..., Any]]):
+    """The table to decompose with, made when something is traced, which takes a tenth of a second.
+
+    Its arguments are those of `decomposition_table`.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        self._args = args
+
+    @functools.cached_property
+    def _table(self) -> Mapping[OpOverload, Callable[..., Any]]:
+        return decomposition_table(*self._args)
+
+    def __getitem__(self, op: OpOverload) -> Callable[..., Any]:
+        return self._table[op]
+
+    def __iter__(self) -> Iterator[OpOverload]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
 
 
 def allow_second_backward() -> None:
