@@ -10,11 +10,13 @@ which code is right for this machine, is looked at anew.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -34,7 +36,6 @@ from torch.fx._graph_pickler import Options as PickleOptions
 
 from lowering.digest import text_digest
 from lowering.key import compiler_build
-from npu_iree import __version__
 from npu_iree.options import Options
 from npu_iree.settings import Settings
 
@@ -188,5 +189,13 @@ def _tag(options: Options, graph_module: fx.GraphModule) -> str:
         backends.cuda.math_sdp_enabled(),
     )
     lines = [str(node.meta.get("stack_trace")) for node in graph_module.graph.nodes]
-    parts = (__version__, sorted(compiler_build().items()), sorted(keep), options.rng, state, lines)
+    parts = (_build(), sorted(keep), options.rng, state, lines)
     return f"npu_iree {text_digest(repr(parts))}"
+
+
+@functools.cache
+def _build() -> Sequence[str]:
+    """Return what traces: our decompositions, and what AOTAutograd is asked for."""
+    here = Path(__file__)
+    ours = [path.read_text() for path in (here, here.with_name("aot.py"))]
+    return [*map(str, compiler_build().items()), *map(text_digest, ours)]

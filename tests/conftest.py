@@ -38,6 +38,7 @@ def shared_cache(
         folder = tmp_path_factory.getbasetemp()
         of_run = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
         monkeypatch.setenv("NPU_IREE_CACHE", str(of_run / "cache"))
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(of_run / "inductor"))
 
 
 @pytest.fixture

@@ -1,0 +1,248 @@
+"""Graphs that come out of PyTorch's cache are those that AOTAutograd would trace."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._functorch.config as functorch_config
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
+
+import npu_iree
+from tolerances import assert_same
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of PyTorch's caches; that of ours is empty, too."""
+    monkeypatch.setenv("NPU_IREE_CACHE", str(tmp_path / "npu_iree"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    return tmp_path / "inductor"
+
+
+@pytest.fixture(autouse=True)
+def found() -> Iterator[Counter[str]]:
+    """PyTorch's counters, from zero: `autograd_cache_hit`, `autograd_cache_saved`."""
+    torch._dynamo.reset()
+    counters["aot_autograd"].clear()
+    yield counters["aot_autograd"]
+    torch._dynamo.reset()
+
+
+def anew(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Compile a function as a new process does: all that is left is in the caches."""
+    torch._dynamo.reset()
+    compiled: Callable[..., Any] = torch.compile(function, backend="npu_iree", options=options)
+    return compiled
+
+
+def tanh_of_sum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x + y)
+
+
+X, Y = torch.randn(4, 8), torch.randn(4, 8)
+
+
+def test_a_graph_is_traced_once(found: Counter[str], counts: Counter[str]) -> None:
+    for hits in (0, 1, 2):
+        assert_same(anew(tanh_of_sum)(X, Y), tanh_of_sum(X, Y))
+        assert (found["autograd_cache_saved"], found["autograd_cache_hit"]) == (1, hits)
+        assert (counts["graphs"], counts["regions"]) == (hits + 1, hits + 1)
+        assert (counts["compiles"], counts["cache_hits"]) == (1, hits)
+
+
+def test_weights_are_those_of_the_call(found: Counter[str]) -> None:
+    for hits in (0, 1):
+        model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2)).eval()
+        with torch.no_grad(), npu_iree.record_transfers() as ledger:
+            assert_same(anew(model)(X), model(X))
+        assert found["autograd_cache_hit"] == hits
+        bound = [entry.value for entry in ledger.entries if entry.reason == "bound once"]
+        assert len(set(bound)) == len(bound) == 8  # of three layers, with a mean and a variance
+
+
+def test_constants_of_a_graph_are_kept_with_it(found: Counter[str]) -> None:
+    values = [float(i) for i in range(40)]
+
+    def times(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tensor(values)
+
+    x = torch.randn(3, 40)
+    for hits in (0, 1):
+        assert_same(anew(times)(x), times(x))
+        assert found["autograd_cache_hit"] == hits
+    values[7] = -1.0
+    assert_same(anew(times)(x), times(x))
+    assert found["autograd_cache_hit"] == 1
+
+
+def test_what_is_decided_of_a_graph_is_decided_anew(
+    found: Counter[str],
+) -> None:
+    """Options that do not change what is traced find the same graph, and are heeded."""
+    assert_same(anew(tanh_of_sum)(X, Y), tanh_of_sum(X, Y))
+    with npu_iree.record_transfers() as ledger:
+        assert_same(anew(tanh_of_sum, disabled_ops=["aten.tanh"])(X, Y), tanh_of_sum(X, Y))
+    assert found["autograd_cache_hit"] == 1
+    (gathered,) = [entry for entry in ledger.entries if entry.kind == "d2h"]
+    line = tanh_of_sum.__code__.co_firstlineno + 1
+    assert gathered.where == f"{__file__}:{line} in tanh_of_sum"
+
+
+def test_an_op_on_the_host_is_told_of_each_time(
+    found: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def median(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x).median() + 1
+
+    for hits in (0, 1):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "npu_iree"):
+            assert_same(anew(median)(X), median(X))
+        assert found["autograd_cache_hit"] == hits
+        (warning,) = [r.getMessage() for r in caplog.records if "run on the host" in r.getMessage()]
+        assert f"{__file__}:{median.__code__.co_firstlineno + 1} in median" in warning
+    with pytest.raises(BackendCompilerFailed, match=r"aten\.median.*cannot lower it"):
+        anew(median, fallback="error")(X)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"keep_ops": ["aten.gelu"]}, {"rng": "host"}, {"keep_ops": ["aten.tanh"], "rng": "host"}],
+    ids=str,
+)
+def test_what_changes_the_tracing_finds_another_graph(
+    options: dict[str, Any], found: Counter[str]
+) -> None:
+    for given in ({}, options):
+        assert_same(anew(tanh_of_sum, **given)(X, Y), tanh_of_sum(X, Y))
+    assert (found["autograd_cache_saved"], found["autograd_cache_hit"]) == (2, 0)
+
+
+def test_equal_code_on_another_line_is_another_graph(found: Counter[str]) -> None:
+    """A report would name the line of the first one."""
+    functions = [
+        lambda x: torch.tanh(x) * 2,
+        lambda x: torch.tanh(x) * 2,
+    ]
+    for function in (*functions, *functions):
+        assert_same(anew(function)(X), function(X))
+    assert (found["autograd_cache_saved"], found["autograd_cache_hit"]) == (2, 2)
+
+
+@pytest.mark.parametrize("backends", [("npu_iree", "inductor"), ("inductor", "npu_iree")])
+def test_inductor_has_graphs_of_its_own(backends: tuple[str, str], found: Counter[str]) -> None:
+    for backend in backends:
+        torch._dynamo.reset()
+        assert_same(torch.compile(tanh_of_sum, backend=backend)(X, Y), tanh_of_sum(X, Y))
+    assert (found["autograd_cache_saved"], found["autograd_cache_hit"]) == (2, 0)
+
+
+def write_both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    y.mul_(2)
+    return x + y
+
+
+def test_what_a_graph_writes_to_its_inputs_is_written(found: Counter[str]) -> None:
+    for hits in (0, 1):
+        compiled = anew(write_both)
+        ours, eagers = [X.clone(), Y.clone()], [X.clone(), Y.clone()]
+        assert_same(compiled(*ours), write_both(*eagers))
+        assert_same(ours, eagers)
+        assert found["autograd_cache_hit"] == hits
+        storage = torch.randn(12)  # arguments that share memory as those of the trace did not
+        ours, eagers = storage.clone(), storage.clone()
+        assert_same(compiled(ours[:8], ours[4:]), write_both(eagers[:8], eagers[4:]))
+        assert_same(ours, eagers)
+
+
+def test_a_training_step_is_traced_each_time(found: Counter[str]) -> None:
+    weight = torch.randn(8, 8, requires_grad=True)
+    expected = torch.autograd.grad(torch.tanh(X @ weight).sum(), weight)
+    for _ in range(2):
+        compiled = anew(lambda x: torch.tanh(x @ weight))
+        assert_same(torch.autograd.grad(compiled(X).sum(), weight), expected)
+    assert (found["autograd_cache_saved"], found["autograd_cache_hit"]) == (0, 0)
+
+
+@torch.library.custom_op("npu_iree_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@twice.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def user_op(x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = twice(x + 1)
+    return result
+
+
+def test_an_op_of_the_users_is_traced_each_time(found: Counter[str]) -> None:
+    for _ in range(2):
+        assert_same(anew(user_op)(X), user_op(X))
+    assert not {"autograd_cache_saved", "autograd_cache_hit"} & found.keys()
+
+
+def test_a_decomposition_of_the_users_is_traced_each_time(found: Counter[str]) -> None:
+    """PyTorch's key does not see what it does."""
+    for factor in (2, 3):
+
+        def times(x: torch.Tensor, factor: int = factor) -> torch.Tensor:
+            return x * factor
+
+        compiled = anew(torch.tanh, decompositions={torch.ops.aten.tanh.default: times})
+        assert_same(compiled(X), X * factor)
+    assert not {"autograd_cache_saved", "autograd_cache_hit"} & found.keys()
+
+
+def test_sizes_that_may_change_are_traced_each_time(found: Counter[str]) -> None:
+    for _ in range(2):
+        torch._dynamo.reset()
+        compiled = torch.compile(tanh_of_sum, backend="npu_iree", dynamic=True)
+        for size in (3, 5):
+            assert_same(compiled(X[:, :size], Y[:, :size]), tanh_of_sum(X[:, :size], Y[:, :size]))
+    assert not {"autograd_cache_saved", "autograd_cache_hit"} & found.keys()
+
+
+@pytest.mark.parametrize("switch", ["npu_iree", "torch"])
+def test_it_can_be_turned_off(
+    switch: str, found: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if switch == "npu_iree":
+        monkeypatch.setenv("NPU_IREE_CACHE", "off")
+    with functorch_config.patch(enable_autograd_cache=switch != "torch"):
+        for _ in range(2):
+            assert_same(anew(tanh_of_sum)(X, Y), tanh_of_sum(X, Y))
+    assert not {"autograd_cache_saved", "autograd_cache_hit"} & found.keys()
+
+
+@pytest.mark.parametrize("damage", [b"", b"nonsense", None])
+def test_a_damaged_entry_is_traced_again(
+    damage: bytes | None, folder: Path, found: Counter[str]
+) -> None:
+    assert_same(anew(tanh_of_sum)(X, Y), tanh_of_sum(X, Y))
+    (entry,) = [path for path in (folder / "aotautograd").rglob("*") if path.is_file()]
+    entry.write_bytes(entry.read_bytes()[:-100] if damage is None else damage)
+    assert_same(anew(tanh_of_sum)(X, Y), tanh_of_sum(X, Y))
+    assert found["autograd_cache_hit"] == 0
+
+
+def test_a_bundle_of_such_a_graph_is_whole(tmp_path: Path, found: Counter[str]) -> None:
+    anew(tanh_of_sum)(X, Y)
+    compiled = anew(tanh_of_sum)
+    compiled(X, Y)
+    assert found["autograd_cache_hit"] == 1
+    bundle = npu_iree.save_bundle(compiled, tmp_path / "model.npub")
+    again = anew(tanh_of_sum, bundle=bundle, compile="never")
+    assert_same(again(X, Y), tanh_of_sum(X, Y))
