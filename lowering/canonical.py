@@ -17,6 +17,7 @@ from torch import fx
 from lowering.capture import attribute
 from lowering.digest import tensor_digest
 from lowering.dtypes import dtype_name
+from lowering.nodes import STORAGE_OPS, is_one_of
 
 _SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 
@@ -50,6 +51,8 @@ def canonical_text(graph_module: fx.GraphModule, notes: Mapping[fx.Node, str] = 
             args = [_text(arg, names, symbols) for arg in node.args]
             args += [f"{k}={_text(v, names, symbols)}" for k, v in sorted(node.kwargs.items())]
             line = f"{_target_name(node.target)}({', '.join(args)}) -> {kind}"
+            if is_one_of(node, STORAGE_OPS):
+                line += f" of {_layout_text(node.args[0].meta['val'], symbols)}"
         lines.append(f"{names[node]} = {line}")
     return "\n".join(lines)
 
@@ -73,6 +76,11 @@ def _value_text(value: Any, symbols: _Symbols) -> str:
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return f"{type(value).__name__}[{symbols.rename(str(value))}]"
     return type(value).__name__
+
+
+def _layout_text(value: torch.Tensor, symbols: _Symbols) -> str:
+    strides = ",".join(symbols.rename(str(stride)) for stride in value.stride())
+    return f"strides {strides} from {symbols.rename(str(value.storage_offset()))}"
 
 
 def _text(value: Any, names: dict[fx.Node, str], symbols: _Symbols) -> str:

@@ -50,6 +50,8 @@ VIEW_OPS = MOVE_OPS - {
     "aten.lift_fresh_copy",
     "aten._to_copy",
 }
+# What these give depends on where in memory their argument lies, and how.
+STORAGE_OPS = frozenset(["aten.as_strided", "aten.as_strided_copy", "aten.as_strided_scatter"])
 # Made from nothing: alone they are not worth a region either.
 FACTORY_OPS = frozenset(
     [
@@ -74,9 +76,16 @@ _SIZE_OPS = frozenset(
 
 def view_root(node: fx.Node) -> fx.Node:
     """Return the node whose memory `node` is a view of; itself if it is no view."""
+    return ([node, *view_bases(node)])[-1]
+
+
+def view_bases(node: fx.Node) -> list[fx.Node]:
+    """Return what `node` is a view of, what that is a view of, and so on; of no view, nothing."""
+    bases: list[fx.Node] = []
     while is_one_of(node, VIEW_OPS) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    return node
+        bases.append(node)
+    return bases
 
 
 def is_scalar(node: fx.Node) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,10 +20,12 @@ from lowering.kernels import Kernel
 from lowering.nodes import (
     FACTORY_OPS,
     MOVE_OPS,
+    STORAGE_OPS,
     draws_random_numbers,
     is_one_of,
     is_scalar,
     makes_sizes,
+    view_bases,
     view_root,
 )
 from lowering.segments import DEVICE, Segment, grow_segments, named, with_own_sizes
@@ -82,12 +84,7 @@ def partition(
     for node in _views_between_results(captured):
         if node not in host_ops:
             host_ops[node] = _host_op(node, "cost", "a view of a result, made where the result is")
-    for node in compute:  # the results of a multi-output op are taken apart where it runs
-        if node.target is operator.getitem and node.args[0] in host_ops:
-            host_ops[node] = host_ops[node.args[0]]  # type: ignore[index]
-    for node in reversed(compute):  # what is made from nothing for the host is made there
-        if is_one_of(node, FACTORY_OPS) and node.users and host_ops.keys() >= node.users.keys():
-            host_ops.setdefault(node, _host_op(node, "cost", "made from nothing, for the host"))
+    _take_along(compute, host_ops)
     while True:
         segments = grow_segments(compute, host_ops, apart or {})
         idle = [s for s in segments if s.space == DEVICE and not _computes(s)]
@@ -139,6 +136,27 @@ def _views_between_results(captured: CapturedGraph) -> list[fx.Node]:
     return found
 
 
+def _take_along(nodes: Sequence[fx.Node], host_ops: dict[fx.Node, HostOp]) -> None:
+    """Send to the host, too, what belongs to an op that runs there."""
+    for node in nodes:
+        if node in host_ops and is_one_of(node, STORAGE_OPS):
+            for view in _views_to(node):  # or the host would have their elements in other memory
+                host_ops.setdefault(view, _host_op(view, "cost", "a view that the host reads by"))
+        if node.target is operator.getitem and node.args[0] in host_ops:
+            # the results of a multi-output op are taken apart where it runs
+            host_ops[node] = host_ops[node.args[0]]
+    for node in reversed(nodes):  # what is made from nothing for the host is made there
+        if is_one_of(node, FACTORY_OPS) and node.users and host_ops.keys() >= node.users.keys():
+            host_ops.setdefault(node, _host_op(node, "cost", "made from nothing, for the host"))
+
+
+def _views_to(node: fx.Node) -> list[fx.Node]:
+    """Return the views that lead to what a node of `STORAGE_OPS` reads."""
+    base = node.args[0]
+    assert isinstance(base, fx.Node)
+    return [view for view in (base, *view_bases(base)) if view_root(view) is not view]
+
+
 def _why_host(
     node: fx.Node,
     capabilities: Capabilities,
@@ -157,6 +175,8 @@ def _why_host(
         return _host_op(node, "state", DRAWS_RANDOM_NUMBERS)
     if not isinstance(node.target, torch._ops.OpOverload):
         return _host_op(node, "unsupported", "no ATen op, so only PyTorch itself can run it")
+    if is_one_of(node, STORAGE_OPS) and _reads_argument(node):
+        return _host_op(node, "state", "depends on where in memory an argument of the call lies")
     if makes_sizes(node):
         return _host_op(node, "unsupported", "the sizes of its result depend on data")
     if name in kernels:
@@ -166,6 +186,11 @@ def _why_host(
         return _host_op(node, "unsupported", "a custom op without a kernel (register_kernel)")
     why_not = capabilities.why_not(name, node_tensors(node))
     return _host_op(node, "unsupported", why_not) if why_not else None
+
+
+def _reads_argument(node: fx.Node) -> bool:
+    base = node.args[0]
+    return isinstance(base, fx.Node) and view_root(base).op == "placeholder"
 
 
 def _host_op(node: fx.Node, kind: str, reason: str) -> HostOp:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lowering.decompositions import decomposition_table
-from npu_iree.aot_cache import can_be_kept, kept, traced_graphs
+from npu_iree.aot_cache import trace
 from npu_iree.options import Options
 
 _Compile = Callable[..., Any]
@@ -46,13 +45,7 @@ def aot_backend(
         "keep_inference_input_mutations": True,
     }
 
-    def trace(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        if not can_be_kept(options, graph_module, inputs):
-            return aot_autograd(**asked)(graph_module, inputs)
-        with traced_graphs(options, graph_module, inference):
-            return aot_autograd(**asked | kept(forward, inference))(graph_module, inputs)
-
-    return trace
+    return functools.partial(trace, options, asked)
 
 
 class _Table(Mapping[OpOverload, Callable[..., Any]]):

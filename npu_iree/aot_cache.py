@@ -13,7 +13,7 @@ import contextlib
 import functools
 import gc
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,12 @@ from unittest.mock import patch
 import torch
 import torch._functorch.config as functorch_config
 from torch import fx
-from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.autograd_cache import (
+    BypassAOTAutogradCache,
+    should_bundle_autograd_cache,
+    should_use_local_autograd_cache,
+)
 from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
 from torch._guards import TracingContext
 from torch._inductor import codecache
@@ -40,9 +45,20 @@ from npu_iree.options import Options
 from npu_iree.settings import Settings
 
 _Run = Callable[[list[Any]], list[Any]]
-_Compile = Callable[[fx.GraphModule, Sequence[Any]], _Run]
-_KEPT = frozenset({"val", "stack_trace"})  # of what a node tells of itself
-_COMPILE: ContextVar[_Compile] = ContextVar("compile")
+_PICKLED = frozenset({"val", "stack_trace"})  # of what a node tells of itself
+_PYTORCHS = ("torch", "_operator", "math", "builtins")  # where functions are whose code we know
+# Who replaces an op of PyTorch's for one of these decides what is traced on the CPU.
+_DISPATCH_KEYS = frozenset(
+    {
+        "Autograd",
+        "AutogradCPU",
+        "CPU",
+        "CompositeExplicitAutograd",
+        "CompositeImplicitAutograd",
+        "Functionalize",
+        "Python",
+    }
+)
 
 
 @dataclass
@@ -50,13 +66,15 @@ class TracedGraph(OutputCode):
     """An inference graph of AOTAutograd's and what runs it, as PyTorch's cache takes it.
 
     Attributes:
-        graph: the graph, pickled; empty if it cannot be.
+        pickled: the graph; empty if it is not to be kept.
         metadata: what AOTAutograd has found out about its inputs and results.
+        graph_module: the graph, when it has come out of the cache.
         run: runs it; None while it lies in the cache.
     """
 
-    graph: bytes
+    pickled: bytes
     metadata: Any
+    graph_module: Any = None
     run: _Run | None = None
 
     def __post_init__(self) -> None:
@@ -69,41 +87,69 @@ class TracedGraph(OutputCode):
 
     def prepare_for_serialization(self) -> None:
         """Leave what cannot be kept."""
-        if not self.graph:
-            raise BypassAOTAutogradCache("the graph cannot be pickled")
+        if not self.pickled:
+            raise BypassAOTAutogradCache("not all that its tracing depends on is in the key")
         self.run = None
 
     def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
-        """Compile it in this process, as if AOTAutograd had just traced it."""
+        """Take the graph out, as if AOTAutograd had just traced it; `trace` compiles it."""
         context = TracingContext.get()
         assert context.fake_mode is not None
+        self.graph_module = GraphPickler.loads(zlib.decompress(self.pickled), context.fake_mode)
         context.fw_metadata = self.metadata
-        with _no_garbage():
-            graph: Any = GraphPickler.loads(zlib.decompress(self.graph), context.fake_mode)
-            inputs = graph.graph.find_nodes(op="placeholder")
-            self.run = _COMPILE.get()(graph, [node.meta["val"] for node in inputs])
+        _FOUND.get().append(self)
 
 
-def kept(forward: _Compile, inference: _Compile) -> dict[str, Any]:
-    """Return what AOTAutograd is asked for so that PyTorch's cache keeps inference graphs.
+_FOUND: ContextVar[list[TracedGraph]] = ContextVar("found")
+
+
+def trace(
+    options: Options,
+    asked: Mapping[str, Any],
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+) -> Any:
+    """Have AOTAutograd trace a graph of Dynamo's and compile it, or find that it was traced before.
 
     Args:
-        forward: compiles the forward graph of training, which is not kept.
-        inference: compiles a graph without gradients.
+        options: of the `torch.compile` call.
+        asked: what AOTAutograd is asked for, with its compilers.
+        graph_module: Dynamo's graph.
+        inputs: its inputs.
     """
+    if not _can_be_kept(options, graph_module, inputs):
+        return aot_autograd(**asked)(graph_module, inputs)
+    inference, found = asked["inference_compiler"], list[TracedGraph]()
 
     def traced(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> TracedGraph:
-        functorch_config.bundled_autograd_cache = True  # until `traced_graphs` ends
-        graph = TracedGraph(_dumped(graph_module), TracingContext.get().fw_metadata)
+        found.clear()  # what came out of the cache was refused
+        functorch_config.bundled_autograd_cache = True  # of training, we have no whole to keep
+        graph = TracedGraph(_pickled(graph_module), TracingContext.get().fw_metadata)
         graph.run = inference(graph_module, inputs)  # which changes it
         return graph
 
-    forward_compiler = SerializableAOTDispatchCompiler(TracedGraph, forward)  # type: ignore[arg-type]
-    return {"fw_compiler": forward_compiler, "inference_compiler": traced}
+    kept = {
+        "fw_compiler": SerializableAOTDispatchCompiler(TracedGraph, asked["fw_compiler"]),
+        "inference_compiler": traced,
+    }
+    token = _FOUND.set(found)
+    try:
+        with _pytorchs_key(options, graph_module, inputs), _old_objects_at_rest():
+            compiled = aot_autograd(**{**asked, **kept})(graph_module, inputs)
+            for graph in found:
+                nodes = graph.graph_module.graph.find_nodes(op="placeholder")
+                graph.run = inference(graph.graph_module, [node.meta["val"] for node in nodes])
+                graph.graph_module = None
+    finally:
+        _FOUND.reset(token)
+    return compiled
 
 
-def _dumped(graph_module: fx.GraphModule) -> bytes:
-    options = PickleOptions(ops_filter=None, node_metadata_key_filter=_KEPT.__contains__)
+def _pickled(graph_module: fx.GraphModule) -> bytes:
+    """Pickle a graph; empty if its tracing met sizes or numbers that may change."""
+    if _has_symbols():
+        return b""
+    options = PickleOptions(ops_filter=None, node_metadata_key_filter=_PICKLED.__contains__)
     try:
         with unset_fake_temporarily():
             return zlib.compress(GraphPickler.dumps(graph_module, options), level=1)
@@ -111,49 +157,53 @@ def _dumped(graph_module: fx.GraphModule) -> bytes:
         return b""
 
 
+def _has_symbols() -> bool:
+    """Say whether anything that is traced may change from call to call, or is not known before."""
+    context = TracingContext.try_get()
+    mode = context.fake_mode if context is not None else None
+    if mode is None:
+        return True
+    return mode.shape_env is not None and bool(mode.shape_env.var_to_range)
+
+
 @contextlib.contextmanager
-def _no_garbage() -> Iterator[None]:
-    """Search for no garbage among what comes to life in the block."""
-    is_enabled = gc.isenabled()
-    gc.disable()
+def _pytorchs_key(
+    options: Options, graph_module: fx.GraphModule, inputs: Sequence[Any]
+) -> Iterator[None]:
+    """Make PyTorch's key one of ours. Dynamo's lock is held, so the settings are ours, too."""
+    config: Any = torch.compiler.config
+    tag = f"{config.cache_key_tag} {_tag(options, graph_module, inputs)}"
+    with (
+        config.patch(cache_key_tag=tag),
+        functorch_config.patch(bundled_autograd_cache=False),
+        # For its key, PyTorch imports Inductor's code generators, which takes half a second.
+        patch.object(codecache, "init_backend_registration", lambda: None),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _old_objects_at_rest() -> Iterator[None]:
+    """Search for garbage only among what comes to life in the block, which is many small objects.
+
+    What PyTorch and a model have in memory is some hundred thousand objects: a search is 0.1 s.
+    """
+    is_ours = gc.get_freeze_count() == 0
+    if is_ours:
+        gc.freeze()
     try:
         yield
     finally:
-        if is_enabled:
-            gc.enable()
+        if is_ours:
+            gc.unfreeze()
 
 
-@contextlib.contextmanager
-def traced_graphs(
-    options: Options, graph_module: fx.GraphModule, compile_graph: _Compile
-) -> Iterator[None]:
-    """Let AOTAutograd look for a graph of Dynamo's in PyTorch's cache.
+def _can_be_kept(options: Options, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Say whether the key tells apart all that decides what AOTAutograd makes of a graph.
 
-    Args:
-        options: of the `torch.compile` call.
-        graph_module: Dynamo's graph.
-        compile_graph: compiles a graph that was found.
-    """
-    config: Any = torch.compiler.config
-    tag = f"{config.cache_key_tag} {_tag(options, graph_module)}"
-    token = _COMPILE.set(compile_graph)
-    try:
-        with (
-            config.patch(cache_key_tag=tag),
-            functorch_config.patch(bundled_autograd_cache=False),
-            # For its key, PyTorch imports Inductor's code generators, which takes half a second.
-            patch.object(codecache, "init_backend_registration", lambda: None),
-        ):
-            yield
-    finally:
-        _COMPILE.reset(token)
-
-
-def can_be_kept(options: Options, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """Say whether PyTorch's key tells apart all that decides what AOTAutograd makes of a graph.
-
-    It does not know what is behind functions of the user's (decompositions, custom ops), tells
-    tensors that the graph holds apart by shape only, and sizes that may change need guards.
+    It does not know what is behind functions of the user's (decompositions, ops), tells tensors
+    that the graph holds apart by shape only, and inputs that share memory not at all; and what may
+    change from call to call needs guards, which are not kept.
 
     Args:
         options: of the `torch.compile` call.
@@ -163,9 +213,14 @@ def can_be_kept(options: Options, graph_module: fx.GraphModule, inputs: Sequence
     kinds = (torch.Tensor, torch.nn.Parameter)
     return (
         Settings.read().cache is not None
+        and should_use_local_autograd_cache()
+        and not should_bundle_autograd_cache()  # PyTorch would have all that we compile
+        and not _has_symbols()
         and not options.decompositions
         and all(type(value) in kinds and value.device.type == "cpu" for value in inputs)
+        and len({value.untyped_storage()._cdata for value in inputs}) == len(inputs)
         and all(_is_known(node) for node in graph_module.graph.nodes)
+        and not any(_replaces_pytorchs(name) for name in torch.library._impls)
     )
 
 
@@ -174,10 +229,17 @@ def _is_known(node: fx.Node) -> bool:
         return node.target._qualified_op_name.startswith(("aten::", "prims::"))
     if isinstance(node.target, OpOverload):
         return is_builtin(node.target)
-    return node.op in ("placeholder", "output", "call_method", "call_function")
+    if node.op == "call_function":
+        return str(getattr(node.target, "__module__", "")).partition(".")[0] in _PYTORCHS
+    return node.op in ("placeholder", "output", "call_method")
 
 
-def _tag(options: Options, graph_module: fx.GraphModule) -> str:
+def _replaces_pytorchs(name: str) -> bool:
+    """Say whether something that was registered (`aten/mm/CPU`) replaces an op of PyTorch's."""
+    return name.startswith("aten/") and name.rpartition("/")[2] in _DISPATCH_KEYS
+
+
+def _tag(options: Options, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> str:
     """Tell apart what PyTorch's key does not: who decomposes, how, and the user's lines."""
     keep = options.keep_ops | options.target_value.compile.keep_ops
     backends: Any = torch.backends
@@ -187,9 +249,12 @@ def _tag(options: Options, graph_module: fx.GraphModule) -> str:
         backends.mkldnn.enabled,
         backends.cuda.flash_sdp_enabled(),
         backends.cuda.math_sdp_enabled(),
+        backends.opt_einsum.enabled,
+        backends.opt_einsum.strategy,
     )
+    offsets = [value.storage_offset() for value in inputs]
     lines = [str(node.meta.get("stack_trace")) for node in graph_module.graph.nodes]
-    parts = (_build(), sorted(keep), options.rng, state, lines)
+    parts = (_build(), sorted(keep), options.rng, state, offsets, lines)
     return f"npu_iree {text_digest(repr(parts))}"
 
 

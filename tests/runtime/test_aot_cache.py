@@ -109,8 +109,12 @@ def test_an_op_on_the_host_is_told_of_each_time(
         assert found["autograd_cache_hit"] == hits
         (warning,) = [r.getMessage() for r in caplog.records if "run on the host" in r.getMessage()]
         assert f"{__file__}:{median.__code__.co_firstlineno + 1} in median" in warning
-    with pytest.raises(BackendCompilerFailed, match=r"aten\.median.*cannot lower it"):
+    with (
+        caplog.at_level(logging.INFO, "torch._functorch"),
+        pytest.raises(BackendCompilerFailed, match=r"aten\.median.*cannot lower it"),
+    ):
         anew(median, fallback="error")(X)
+    assert (found["autograd_cache_hit"], found["autograd_cache_bypass"]) == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +155,12 @@ def write_both(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x + y
 
 
+def assert_writes_as_eager(compiled: Callable[..., Any], layout: tuple[slice, slice]) -> None:
+    ours, eagers = torch.arange(12.0), torch.arange(12.0)
+    assert_same(compiled(*(ours[s] for s in layout)), write_both(*(eagers[s] for s in layout)))
+    assert_same(ours, eagers)
+
+
 def test_what_a_graph_writes_to_its_inputs_is_written(found: Counter[str]) -> None:
     for hits in (0, 1):
         compiled = anew(write_both)
@@ -158,10 +168,70 @@ def test_what_a_graph_writes_to_its_inputs_is_written(found: Counter[str]) -> No
         assert_same(compiled(*ours), write_both(*eagers))
         assert_same(ours, eagers)
         assert found["autograd_cache_hit"] == hits
-        storage = torch.randn(12)  # arguments that share memory as those of the trace did not
-        ours, eagers = storage.clone(), storage.clone()
-        assert_same(compiled(ours[:8], ours[4:]), write_both(eagers[:8], eagers[4:]))
-        assert_same(ours, eagers)
+    shared = (slice(0, 8), slice(4, 12))
+    assert_writes_as_eager(torch.compile(write_both, backend="npu_iree"), shared)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 1)], ids=str)
+def test_inputs_that_share_memory_are_traced_each_time(
+    order: tuple[int, ...], found: Counter[str]
+) -> None:
+    """PyTorch's key does not tell how they share it."""
+    layouts = [
+        (slice(0, 8), slice(0, 8)),
+        (slice(0, 8), slice(4, 12)),
+        (slice(0, 8), slice(2, 10)),
+    ]
+    assert_same(anew(write_both)(torch.ones(8), torch.ones(8)), torch.full((8,), 4.0))
+    for i in order:
+        assert_writes_as_eager(anew(write_both), layouts[i])
+    assert_same(anew(write_both)(torch.ones(8), torch.ones(8)), torch.full((8,), 4.0))
+    assert (found["autograd_cache_saved"], found["autograd_cache_hit"]) == (1, 1)
+
+
+def test_a_view_at_another_place_is_another_graph(found: Counter[str]) -> None:
+    def second(x: torch.Tensor) -> torch.Tensor:
+        return x.as_strided((4,), (1,), 2) + 1
+
+    for start in (0, 4, 0):
+        x = torch.arange(16.0)[start : start + 8]
+        assert_same(anew(second)(x), second(x))  # the second element of `x`'s whole memory
+    assert (found["autograd_cache_saved"], found["autograd_cache_hit"]) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, n: x.clamp(min=n),
+        lambda x, n: nn.functional.threshold(x, n, n),
+        lambda x, n: nn.functional.hardtanh(x, -n, n),
+        lambda x, n: x * n,
+    ],
+    ids=["clamp", "threshold", "hardtanh", "mul"],
+)
+def test_a_number_that_changes_is_heeded(function: Callable[..., Any]) -> None:
+    """AOTAutograd may take it for a constant, under a guard that PyTorch's cache does not keep."""
+    x = torch.linspace(0.1, 2, 12)
+    for _ in range(2):
+        compiled = anew(function)
+        for number in (0.5, 1.0, 1.5):
+            assert_same(compiled(x, number), function(x, number))
+
+
+def test_sizes_that_depend_on_data_keep_their_guards(found: Counter[str]) -> None:
+    least = [3]
+
+    def nonzero(x: torch.Tensor, n: int) -> torch.Tensor:
+        return x.nonzero() * (2 if n > least[0] else 3)
+
+    x = torch.tensor([0.0, 1.0, 2.0])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for least[0] in (3, 7):
+            torch._dynamo.reset()
+            compiled = torch.compile(nonzero, backend="npu_iree", dynamic=True)
+            for n in (9, 5, 2):
+                assert_same(compiled(x, n), nonzero(x, n))
+    assert not {"autograd_cache_saved", "autograd_cache_hit"} & found.keys()
 
 
 def test_a_training_step_is_traced_each_time(found: Counter[str]) -> None:
@@ -215,15 +285,45 @@ def test_sizes_that_may_change_are_traced_each_time(found: Counter[str]) -> None
     assert not {"autograd_cache_saved", "autograd_cache_hit"} & found.keys()
 
 
-@pytest.mark.parametrize("switch", ["npu_iree", "torch"])
+def test_an_op_of_pytorchs_that_was_replaced_is_traced_each_time(found: Counter[str]) -> None:
+    def traced_as_tanh(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x)
+
+    assert_same(anew(torch.sinc)(X), torch.sinc(X))
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("square", traced_as_tanh, "CompositeImplicitAutograd")
+        for _ in range(2):
+            assert_same(anew(torch.square)(X), torch.square(X))
+            assert_same(anew(torch.sinc)(X), torch.sinc(X))
+    assert (found["autograd_cache_saved"], found["autograd_cache_hit"]) == (1, 0)
+
+
+def test_without_dynamo_nothing_is_looked_for(found: Counter[str]) -> None:
+    graph = torch.fx.symbolic_trace(lambda x: (torch.tanh(x) * 2,))
+    for _ in range(2):
+        (result,) = npu_iree.backend.npu_iree(graph, [X])(X)
+        assert_same(result, torch.tanh(X) * 2)
+    assert not {"autograd_cache_saved", "autograd_cache_hit"} & found.keys()
+
+
+@pytest.mark.parametrize("switch", ["npu_iree", "torch", "bundled"])
+@pytest.mark.parametrize("is_training", [False, True])
 def test_it_can_be_turned_off(
-    switch: str, found: Counter[str], monkeypatch: pytest.MonkeyPatch
+    switch: str, is_training: bool, found: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """PyTorch bundles what backends compile in modes that are for Inductor."""
     if switch == "npu_iree":
         monkeypatch.setenv("NPU_IREE_CACHE", "off")
-    with functorch_config.patch(enable_autograd_cache=switch != "torch"):
+    is_bundled = switch == "bundled"
+    x = X.clone().requires_grad_(is_training)
+    with functorch_config.patch(
+        enable_autograd_cache=switch != "torch", bundled_autograd_cache=is_bundled
+    ):
         for _ in range(2):
-            assert_same(anew(tanh_of_sum)(X, Y), tanh_of_sum(X, Y))
+            result = anew(tanh_of_sum)(x, Y)
+            assert_same(result, tanh_of_sum(x, Y))
+            if is_training:
+                result.sum().backward()
     assert not {"autograd_cache_saved", "autograd_cache_hit"} & found.keys()
 
 

@@ -493,3 +493,45 @@ def test_gradients_reach_only_the_inputs_that_ask(target: str) -> None:
         assert [c.requires_grad, d.requires_grad] == [False, False]
         grads.append([x.grad, y.grad, a, b, c, d])
     assert_same(*grads)
+
+
+STORAGE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "argument": lambda x: x.as_strided((2, 3), (6, 1), 8) + 1,
+    "transposed argument": lambda x: x.t().as_strided((5,), (1,), 3) + 1,
+    "transposed": lambda x: (x * 2).t().as_strided((5,), (1,), 1) + 1,
+    "sliced": lambda x: (x * 2)[1:, 2:].as_strided((5,), (1,), 0) + 1,
+    "expanded": lambda x: (x[:1] * 2).expand(4, 6).as_strided((5,), (1,), 1) + 1,
+    "overlapping": lambda x: (x * 2).as_strided((3, 4), (2, 1), 1) + 1,
+    "of another layout": lambda x: (x.t() * 2).as_strided((5,), (1,), 0) + 1,
+    "written in part": lambda x: (x * 2).as_strided_scatter(x[:2, :2], (2, 2), (6, 1), 7) + 1,
+    "channels-last": lambda x: (
+        (x.reshape(1, 2, 3, 4) * 2)
+        .to(memory_format=torch.channels_last)
+        .as_strided((7,), (1,), 0)
+        .tanh()
+    ),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"disabled_ops": ["as_strided"]}], ids=str)
+@pytest.mark.parametrize("name", STORAGE)
+def test_as_strided_reads_the_memory_that_eager_reads(name: str, options: dict[str, Any]) -> None:
+    """Wherever in memory an argument begins: neither guards nor shapes tell."""
+    function = STORAGE[name]
+    compiled = torch.compile(function, backend="npu_iree", options=options)
+    for start in (0, 3, 8):
+        x = data(40)[start : start + 24].reshape(4, 6)
+        assert_same(compiled(x), function(x))
+
+
+def test_as_strided_of_memory_at_other_places_is_another_program() -> None:
+    """The cache is shared: what one has compiled, the next one finds."""
+    functions = [
+        lambda x: (x * 2)[1:].as_strided((4,), (1,), 2),
+        lambda x: (x * 2)[:-1].as_strided((4,), (1,), 2),
+        lambda x: (x.t() * 2).as_strided((4,), (1,), 2),
+        lambda x: (x * 2).t().as_strided((4,), (1,), 2),
+    ]
+    x = data(8, 8)
+    for function in functions:
+        assert_same(torch.compile(function, backend="npu_iree")(x), function(x))
