@@ -144,7 +144,7 @@ def _take_along(nodes: Sequence[fx.Node], host_ops: dict[fx.Node, HostOp]) -> No
                 host_ops.setdefault(view, _host_op(view, "cost", "a view that the host reads by"))
         if node.target is operator.getitem and node.args[0] in host_ops:
             # the results of a multi-output op are taken apart where it runs
-            host_ops[node] = host_ops[node.args[0]]
+            host_ops[node] = host_ops[node.args[0]]  # type: ignore[index]
     for node in reversed(nodes):  # what is made from nothing for the host is made there
         if is_one_of(node, FACTORY_OPS) and node.users and host_ops.keys() >= node.users.keys():
             host_ops.setdefault(node, _host_op(node, "cost", "made from nothing, for the host"))
