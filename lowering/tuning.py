@@ -75,8 +75,11 @@ class TuningRecord:
 
     @property
     def pays_back_calls(self) -> int | None:
-        """After how many calls the time that tuning took is won back; None: never."""
-        won = next((t for t in self.trials if t.name == self.winner), None)
+        """After how many calls the time that tuning took is won back; None: never.
+
+        What the default differs from itself by is noise, and wins nothing.
+        """
+        won = next((t for t in self.trials if t.name == self.winner != DEFAULT), None)
         if won is None or won.ms is None or won.default_ms is None or won.ms >= won.default_ms:
             return None
         return round(self.cost_ms / (won.default_ms - won.ms))

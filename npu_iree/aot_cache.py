@@ -38,6 +38,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx._graph_pickler import GraphPickler
 from torch.fx._graph_pickler import Options as PickleOptions
+from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from lowering.digest import text_digest
 from lowering.key import compiler_build
@@ -117,14 +118,15 @@ def trace(
         graph_module: Dynamo's graph.
         inputs: its inputs.
     """
-    if not _can_be_kept(options, graph_module, inputs):
+    guards = _count_guards()
+    if guards is None or not _can_be_kept(options, graph_module, inputs):
         return aot_autograd(**asked)(graph_module, inputs)
     inference, found = asked["inference_compiler"], list[TracedGraph]()
 
     def traced(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> TracedGraph:
         found.clear()  # what came out of the cache was refused
         functorch_config.bundled_autograd_cache = True  # of training, we have no whole to keep
-        graph = TracedGraph(_pickled(graph_module), TracingContext.get().fw_metadata)
+        graph = TracedGraph(_pickled(graph_module, guards), TracingContext.get().fw_metadata)
         graph.run = inference(graph_module, inputs)  # which changes it
         return graph
 
@@ -145,25 +147,30 @@ def trace(
     return compiled
 
 
-def _pickled(graph_module: fx.GraphModule) -> bytes:
-    """Pickle a graph; empty if its tracing met sizes or numbers that may change."""
-    if _has_symbols():
-        return b""
+def _pickled(graph_module: fx.GraphModule, guards: int) -> bytes:
+    """Pickle a graph; empty if its tracing met what guards, or sizes that are not known, are for.
+
+    Args:
+        graph_module: the graph.
+        guards: how many there were before it was traced.
+    """
+    values = [node.meta.get("val") for node in graph_module.graph.nodes]
     options = PickleOptions(ops_filter=None, node_metadata_key_filter=_PICKLED.__contains__)
     try:
+        if _count_guards() != guards or any(map(free_symbols, values)):
+            return b""
         with unset_fake_temporarily():
             return zlib.compress(GraphPickler.dumps(graph_module, options), level=1)
     except Exception:  # pickling runs anybody's code
         return b""
 
 
-def _has_symbols() -> bool:
-    """Say whether anything that is traced may change from call to call, or is not known before."""
+def _count_guards() -> int | None:
+    """Count what is assumed of sizes and numbers so far; None: nobody compiles with guards."""
     context = TracingContext.try_get()
     mode = context.fake_mode if context is not None else None
-    if mode is None:
-        return True
-    return mode.shape_env is not None and bool(mode.shape_env.var_to_range)
+    sizes = mode.shape_env if mode is not None else None
+    return len(sizes.guards) + sizes.num_deferred_runtime_asserts if sizes is not None else None
 
 
 @contextlib.contextmanager
@@ -202,8 +209,8 @@ def _can_be_kept(options: Options, graph_module: fx.GraphModule, inputs: Sequenc
     """Say whether the key tells apart all that decides what AOTAutograd makes of a graph.
 
     It does not know what is behind functions of the user's (decompositions, ops), tells tensors
-    that the graph holds apart by shape only, and inputs that share memory not at all; and what may
-    change from call to call needs guards, which are not kept.
+    that the graph holds apart by shape only, and inputs that share memory not at all. Sizes that
+    may change need guards, which are not kept.
 
     Args:
         options: of the `torch.compile` call.
@@ -215,7 +222,6 @@ def _can_be_kept(options: Options, graph_module: fx.GraphModule, inputs: Sequenc
         Settings.read().cache is not None
         and should_use_local_autograd_cache()
         and not should_bundle_autograd_cache()  # PyTorch would have all that we compile
-        and not _has_symbols()
         and not options.decompositions
         and all(type(value) in kinds and value.device.type == "cpu" for value in inputs)
         and len({value.untyped_storage()._cdata for value in inputs}) == len(inputs)

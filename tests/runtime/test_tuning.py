@@ -220,7 +220,13 @@ def test_the_fastest_candidate_is_taken(
         ratios = {DEFAULT: 1.0, "slow": 1.5, "fast": 0.5}
         return {
             name: Trial(
-                name=name, flags=(), ms=r * 8, default_ms=8.0, ratio=r, worst_ratio=r, difference=0
+                name=name,
+                flags=(),
+                ms=r * 7.9,
+                default_ms=8.0,
+                ratio=r,
+                worst_ratio=r,
+                difference=0,
             )
             for name, r in ratios.items()
         }, 0.02
@@ -233,7 +239,8 @@ def test_the_fastest_candidate_is_taken(
     entry = builder.program(Program.of(region))
     record = TuningRecord.from_json(entry.tuning or {})
     assert (record.winner, entry.flags) == ("fast", target.compile.candidates[1].flags)
-    assert record.pays_back_calls == round(record.cost_ms / 4)
+    assert record.pays_back_calls == round(record.cost_ms / (8.0 - 0.5 * 7.9))
+    assert replace(record, winner=DEFAULT).pays_back_calls is None
     again = builder.program(Program.of(region))
     assert (again.vmfb, TuningRecord.from_json(again.tuning or {})) == (entry.vmfb, record)
     assert builder.counts["tuned_regions"] == 1
