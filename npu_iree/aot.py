@@ -44,7 +44,6 @@ def aot_backend(
         "partition_fn": _partition,
         "keep_inference_input_mutations": True,
     }
-
     return functools.partial(trace, options, asked)
 
 

@@ -217,17 +217,22 @@ def _can_be_kept(options: Options, graph_module: fx.GraphModule, inputs: Sequenc
         graph_module: Dynamo's graph.
         inputs: its inputs.
     """
-    kinds = (torch.Tensor, torch.nn.Parameter)
     return (
         Settings.read().cache is not None
         and should_use_local_autograd_cache()
         and not should_bundle_autograd_cache()  # PyTorch would have all that we compile
         and not options.decompositions
-        and all(type(value) in kinds and value.device.type == "cpu" for value in inputs)
+        and all(map(_is_plain, inputs))
         and len({value.untyped_storage()._cdata for value in inputs}) == len(inputs)
         and all(_is_known(node) for node in graph_module.graph.nodes)
         and not any(_replaces_pytorchs(name) for name in torch.library._impls)
     )
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return value.device.type == "cpu" and value.layout is torch.strided
 
 
 def _is_known(node: fx.Node) -> bool:
