@@ -10,6 +10,7 @@ _LOAD, _STORE = "iree_tensor_ext.dispatch.tensor.load", "iree_tensor_ext.dispatc
 # What is no arithmetic in the body of a loop: comparisons, choices, casts, indexing.
 _FREE = ("arith.cmp", "arith.select", "arith.constant", "arith.index", "arith.ext", "arith.trunc")
 _CASTS = ("arith.sitofp", "arith.uitofp", "arith.fptosi", "arith.fptoui", "arith.bitcast")
+_SOFTMAX = 5  # an element: maximum, difference, exponential, sum, quotient
 # Ops of known arithmetic, or of none, beside `linalg.generic`.
 _ATTENTION = ("iree_linalg_ext.attention", "iree_linalg_ext.online_attention")
 _INDEXED = ("tensor.extract", "iree_linalg_ext.gather", "iree_linalg_ext.scatter")
@@ -56,6 +57,8 @@ def _flops(op: Any) -> int | None:
         body = op.regions[0].blocks[0].operations
         count = sum(_is_arithmetic(inner.operation.name) for inner in body)
         return 0 if count == 0 else _times(count, loops)
+    if op.name == "linalg.softmax":
+        return _times(_SOFTMAX, _shape(op.operands[0].type))
     if op.name in _ATTENTION:
         return _attention(op)
     is_unknown = op.name.startswith("iree_linalg_ext.") and op.name not in _MOVES

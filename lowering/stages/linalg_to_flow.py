@@ -13,7 +13,6 @@ from lowering.stages.iree_session import DATA_TILING, IreeSession
 from lowering.stages.keep_arguments import keep_arguments
 from lowering.stages.read_by_rows import read_by_rows
 from lowering.stages.read_in_panels import read_in_panels
-from lowering.stages.separate_exponentials import separate_exponentials
 from lowering.stages.separate_fills import separate_fills
 from lowering.stages.separate_pieces import separate_pieces
 from lowering.stages.separate_reads import separate_reads
@@ -69,7 +68,6 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 keep_arguments(function, options.given.get(symbol_of(function), ()))
                 separate_fills(function)
                 separate_reads(function)
-                separate_exponentials(function)
                 separate_pieces(function)
                 if any(flag.endswith("=llvm-cpu") for flag in options.flags):
                     read_by_rows(function)

