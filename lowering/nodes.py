@@ -76,16 +76,16 @@ _SIZE_OPS = frozenset(
 
 def view_root(node: fx.Node) -> fx.Node:
     """Return the node whose memory `node` is a view of; itself if it is no view."""
-    return ([node, *view_bases(node)])[-1]
+    return view_chain(node)[-1]
 
 
-def view_bases(node: fx.Node) -> list[fx.Node]:
-    """Return what `node` is a view of, what that is a view of, and so on; of no view, nothing."""
-    bases: list[fx.Node] = []
+def view_chain(node: fx.Node) -> list[fx.Node]:
+    """Return `node`, what it is a view of, what that is a view of, and so on."""
+    chain = [node]
     while is_one_of(node, VIEW_OPS) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-        bases.append(node)
-    return bases
+        chain.append(node)
+    return chain
 
 
 def is_scalar(node: fx.Node) -> bool:

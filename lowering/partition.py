@@ -25,7 +25,7 @@ from lowering.nodes import (
     is_one_of,
     is_scalar,
     makes_sizes,
-    view_bases,
+    view_chain,
     view_root,
 )
 from lowering.segments import DEVICE, Segment, grow_segments, named, with_own_sizes
@@ -154,7 +154,7 @@ def _views_to(node: fx.Node) -> list[fx.Node]:
     """Return the views that lead to what a node of `STORAGE_OPS` reads."""
     base = node.args[0]
     assert isinstance(base, fx.Node)
-    return [view for view in (base, *view_bases(base)) if view_root(view) is not view]
+    return view_chain(base)[:-1]
 
 
 def _why_host(

@@ -83,9 +83,7 @@ def test_constants_of_a_graph_are_kept_with_it(found: Counter[str]) -> None:
     assert found["autograd_cache_hit"] == 1
 
 
-def test_what_is_decided_of_a_graph_is_decided_anew(
-    found: Counter[str],
-) -> None:
+def test_what_is_decided_of_a_graph_is_decided_anew(found: Counter[str]) -> None:
     """Options that do not change what is traced find the same graph, and are heeded."""
     assert_same(anew(tanh_of_sum)(X, Y), tanh_of_sum(X, Y))
     with npu_iree.record_transfers() as ledger:
@@ -109,10 +107,7 @@ def test_an_op_on_the_host_is_told_of_each_time(
         assert found["autograd_cache_hit"] == hits
         (warning,) = [r.getMessage() for r in caplog.records if "run on the host" in r.getMessage()]
         assert f"{__file__}:{median.__code__.co_firstlineno + 1} in median" in warning
-    with (
-        caplog.at_level(logging.INFO, "torch._functorch"),
-        pytest.raises(BackendCompilerFailed, match=r"aten\.median.*cannot lower it"),
-    ):
+    with pytest.raises(BackendCompilerFailed, match=r"aten\.median.*cannot lower it"):
         anew(median, fallback="error")(X)
     assert (found["autograd_cache_hit"], found["autograd_cache_bypass"]) == (2, 0)
 
