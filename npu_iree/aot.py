@@ -35,12 +35,11 @@ def aot_backend(
         backward: compiles its backward graph.
         inference: compiles a graph without gradients.
     """
-    keep = options.keep_ops | options.target_value.compile.keep_ops
     asked: dict[str, Any] = {
         "fw_compiler": forward,
         "bw_compiler": backward,
         "inference_compiler": inference,
-        "decompositions": _Table(keep, options.decompositions, options.rng),
+        "decompositions": _Table(options.whole_ops, options.decompositions, options.rng),
         "partition_fn": _partition,
         "keep_inference_input_mutations": True,
     }

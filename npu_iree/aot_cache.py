@@ -252,7 +252,6 @@ def _replaces_pytorchs(name: str) -> bool:
 
 def _tag(options: Options, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> str:
     """Tell apart what PyTorch's key does not: who decomposes, how, and the user's lines."""
-    keep = options.keep_ops | options.target_value.compile.keep_ops
     backends: Any = torch.backends
     state = (
         torch.is_inference_mode_enabled(),
@@ -265,7 +264,7 @@ def _tag(options: Options, graph_module: fx.GraphModule, inputs: Sequence[Any]) 
     )
     offsets = [value.storage_offset() for value in inputs]
     lines = [str(node.meta.get("stack_trace")) for node in graph_module.graph.nodes]
-    parts = (_build(), sorted(keep), options.rng, state, offsets, lines)
+    parts = (_build(), sorted(options.whole_ops), options.rng, state, offsets, lines)
     return f"npu_iree {text_digest(repr(parts))}"
 
 

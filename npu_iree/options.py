@@ -88,6 +88,11 @@ class Options:
         return {name: _text(value) for name, value in values.items()}
 
     @property
+    def whole_ops(self) -> frozenset[str]:
+        """The ops that are not decomposed: the user's `keep_ops`, and the target's."""
+        return self.keep_ops | self.target_value.compile.keep_ops
+
+    @property
     def target_value(self) -> Target:
         """The target itself."""
         return find_target(self.target)
