@@ -30,7 +30,7 @@ from lowering.partition import partition
 from lowering.pipeline import compile_program
 from lowering.program import Program
 from lowering.region import Region, extract_region
-from lowering.stages import flow_to_vmfb, iree_session, linalg_to_flow
+from lowering.stages import flow_to_vmfb, iree_session, linalg_to_flow, read_in_panels
 from npu_iree.device import open_device
 from npu_iree.executable import Executable
 from npu_iree.targets import NPU_LOCAL
@@ -50,8 +50,8 @@ class Case:
     Attributes:
         function: of tensors.
         shapes: of its arguments.
-        without: `peeling`, large `tiles`, `blocks` of attention, `reading ahead`, `panels`, or the
-            name of a rewrite.
+        without: `peeling`, large `tiles`, `blocks` of attention, `reading ahead`, `panels`, the
+            `matrix unit`, or the name of a rewrite.
     """
 
     function: Callable[..., Any]
@@ -106,6 +106,11 @@ CASES = {
     "mm 197x768x3072 in panels": Case(functional.linear, [(197, 768), (3072, 768)], "panels"),
     "mm 1500x512x512 in panels": Case(functional.linear, [(1500, 512), (512, 512)], "panels"),
     "bmm 8x250x1500x64 in panels": Case(torch.bmm, [(8, 250, 1500), (8, 1500, 64)], "panels"),
+    "mm 128x768x3072 by a unit": Case(functional.linear, [(128, 768), (3072, 768)], "matrix unit"),
+    "mm 64x1024x2816 by a unit": Case(functional.linear, [(64, 1024), (2816, 1024)], "matrix unit"),
+    "mm 1500x384x1536 by a unit": Case(
+        functional.linear, [(1500, 384), (1536, 384)], "matrix unit"
+    ),
     "mm 197x768x768": Case(torch.mm, [(197, 768), (768, 768)], "peeling"),
     "attention 197": Case(
         functional.scaled_dot_product_attention, [(1, 12, 197, 64)] * 3, "peeling"
@@ -151,6 +156,8 @@ def compiled(name: str, when: str) -> bytes:
         iree_session.global_flags = lambda: flags  # type: ignore[assignment]
     elif when == BEFORE and case.without == "reading ahead":
         flow_to_vmfb.read_ahead = lambda module: None
+    elif when == BEFORE and case.without == "matrix unit":
+        read_in_panels.has_tiles = lambda features: False
     elif when == BEFORE and case.without == "panels":
         linalg_to_flow.read_in_panels = lambda function, features: None
     elif when == BEFORE:

@@ -259,12 +259,16 @@ def _all_of(points: Sequence[Timepoint]) -> Timepoint:
 _LOOKS = 3  # in a row: a thread may sleep for a moment while it waits for a lock
 _DEVICES: dict[str, Device] = {}
 _DRIVERS: dict[str, Any] = {}
+# As much memory of its own as a worker may be asked for (`lowering.stages.multiply_tiles`). IREE's
+# default is the size of the second cache, which not every system tells.
+_DRIVER_FLAGS = {"local-task": ("--task_worker_local_memory=1048576",)}
 _OPENING = threading.Lock()
 
 
 def _driver(name: str) -> Any:
     """Return the process's driver of a name: its devices share its threads."""
     if name not in _DRIVERS:
+        hal.parse_flags(*_DRIVER_FLAGS.get(name, ()))
         driver = _DRIVERS[name] = hal.create_hal_driver(name)
         _keep_for_ever(driver)
     return _DRIVERS[name]

@@ -7,6 +7,7 @@ import itertools
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.bind_functions import add_bind_functions
 from lowering.stages.iree_session import DATA_TILING, IreeSession
+from lowering.stages.multiply_tiles import multiply_tiles
 from lowering.stages.read_ahead import read_ahead
 
 
@@ -16,8 +17,9 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
     With `options.rebind`, one changed weight can be bound without loading the module, and so the
     other weights, again (`lowering.stages.bind_functions`).
 
-    With data tiling, products read ahead (`lowering.stages.read_ahead`): `iree-compile
-    --compile-from=flow` on the same input gives the same code without that.
+    With data tiling, products read ahead (`lowering.stages.read_ahead`), or use the CPU's matrix
+    unit (`lowering.stages.multiply_tiles`): `iree-compile --compile-from=flow` on the same input
+    gives the same code without these.
 
     Args:
         flow_asm: one module, as `linalg-to-flow` leaves it.
@@ -40,6 +42,7 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
         if DATA_TILING in options.flags:
             session.compile(module, begin=begin, end="executable-targets")
             with session.context:
+                multiply_tiles(module)
                 read_ahead(module)
             begin = "executable-targets"
         session.compile(module, begin=begin).output_vm_bytecode(output)

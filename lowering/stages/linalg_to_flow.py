@@ -16,6 +16,7 @@ from lowering.stages.read_in_panels import read_in_panels
 from lowering.stages.separate_fills import separate_fills
 from lowering.stages.separate_pieces import separate_pieces
 from lowering.stages.separate_reads import separate_reads
+from lowering.stages.symbols import symbol_of
 
 
 def linalg_to_flow(linalg_asm: str, options: CompileOptions) -> str:
@@ -146,11 +147,6 @@ def _create_global(name: str, kind: Any) -> None:
 def _global_symbol(parameter: str) -> str:
     """Name a parameter's global: not as an entry point could be named."""
     return f"param.{parameter}"
-
-
-def symbol_of(op: Any) -> str:
-    """Return what an op is called in its module."""
-    return str(op.attributes["sym_name"].value)
 
 
 def _has_entry(asm: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lowering.stages.linalg_to_flow import symbol_of
+from lowering.stages.symbols import inside, symbol_of
 
 _AHEAD_BYTES = 512  # 8 steps of a loop over panels of 16 floats
 _LEAST_USES = 4
@@ -43,17 +43,12 @@ def read_ahead(module: Any) -> None:
 
 def _matmuls(module: Any) -> Iterator[Any]:
     """Give the functions of device programs that are named for a matrix product."""
-    for executable in _inside(module, "hal.executable"):
-        for variant in _inside(executable, "hal.executable.variant"):
-            for inner in _inside(variant, "builtin.module"):
-                for function in _inside(inner, "llvm.func"):
+    for executable in inside(module, "hal.executable"):
+        for variant in inside(executable, "hal.executable.variant"):
+            for inner in inside(variant, "builtin.module"):
+                for function in inside(inner, "llvm.func"):
                     if "matmul" in symbol_of(function):
                         yield function
-
-
-def _inside(op: Any, kind: str) -> list[Any]:
-    blocks = [block for region in op.operation.regions for block in region.blocks]
-    return [op for block in blocks for op in block.operations if op.operation.name == kind]
 
 
 def _is_shared_factor(op: Any) -> bool:

@@ -11,33 +11,48 @@ def replace_by(op: Any, text: str, arguments: Sequence[Any]) -> Any:
 
     Args:
         op: goes away.
-        text: of a module with one function.
-        arguments: what it is called with.
+        text: see `put`.
+        arguments: what the function is called with.
     """
     from iree.compiler import ir
 
-    with ir.InsertionPoint(op):
-        value = _put(text, arguments, op.operation.location)
+    with ir.InsertionPoint(op), op.operation.location:
+        (value,) = put(text, arguments)
     op.operation.results[0].replace_all_uses_with(value)
     op.operation.erase()
     return value
 
 
-def _put(text: str, arguments: Sequence[Any], location: Any) -> Any:
-    """Put the body of a function at the insertion point; return what it returns."""
+def put(text: str, arguments: Sequence[Any]) -> list[Any]:
+    """Put the body of a function at the insertion point; return what it returns.
+
+    Args:
+        text: of a module, the last function of which has one block.
+        arguments: what it is called with.
+    """
     from iree.compiler import ir
 
     module = ir.Module.parse(text)  # its ops live as long
-    (function,) = module.body.operations
+    (*_, function) = module.body.operations
     block = function.regions[0].blocks[0]
     values = dict(zip(block.arguments, arguments, strict=True))
     for op in block.operations:
         operands = [values[operand] for operand in op.operands]
         if op.operation.name == "func.return":
-            return operands[0]
+            return operands
         copy = op.operation.clone()
-        copy.location = location
+        copy.location = ir.Location.current
         for i, operand in enumerate(operands):
             copy.operands[i] = operand
         values.update(zip(op.operation.results, copy.results, strict=True))
     raise AssertionError("a function ends with a return")
+
+
+def put_functions(module: Any, text: str) -> None:
+    """Append the functions of a module to another."""
+    from iree.compiler import ir
+
+    source = ir.Module.parse(text)
+    with ir.InsertionPoint(module.operation.regions[0].blocks[0]):
+        for function in source.body.operations:
+            function.operation.clone()

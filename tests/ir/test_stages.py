@@ -24,6 +24,7 @@ from lowering.region import Region, extract_region
 from lowering.stages import CompileOptions
 from lowering.stages.iree_session import IreeSession
 from lowering.stages.linalg_to_flow import form_dispatches, prepare
+from lowering.stages.multiply_tiles import multiply_tiles
 from lowering.stages.read_ahead import read_ahead
 from lowering.stages.read_in_panels import work_item
 from npu_iree.targets import NPU_LOCAL
@@ -131,6 +132,40 @@ def test_products_read_both_factors_ahead(
         assert len(pointers) == prefetches
         bases = [re.findall(rf"{p} = llvm\.getelementptr (%\w+)\[512\]", text)[0] for p in pointers]
         assert len(set(bases)) == prefetches
+
+
+@pytest.mark.parametrize(
+    ("cpu", "rows", "depth", "loops"),
+    [
+        ("sapphirerapids", 128, 192, 1),
+        ("sapphirerapids", 150, 192, 1),
+        ("sapphirerapids", 1500, 224, 2),  # blocks of 32 rows, and those that are left
+        ("sapphirerapids", 128, 191, 0),
+        ("sapphirerapids", 128, 5152, 0),
+        ("sapphirerapids", 32, 192, 0),
+        ("skylake-avx512", 128, 192, 0),
+    ],
+)
+def test_a_product_is_computed_by_tiles_where_that_is_faster(
+    lowered: Lower, cpu: str, rows: int, depth: int, loops: int
+) -> None:
+    """What is used often, and added up for long, on a CPU with a matrix unit."""
+    ir = lowered(lambda x, w: x @ w, torch.zeros(rows, depth), torch.zeros(depth, 64))
+    host = "--iree-llvmcpu-target-cpu=host"
+    target = NPU_LOCAL.compile.replacing(host, f"--iree-llvmcpu-target-cpu={cpu}")
+    options = CompileOptions(flags=target.flag_sets[0])
+    with IreeSession(options) as session:
+        module = session.parse(ir["torch-to-linalg"])
+        form_dispatches(session, module, options)
+        session.compile(module, begin="flow", end="executable-targets")
+        with session.context:
+            multiply_tiles(module)
+            text = str(module)
+            assert module.operation.verify()
+    assert count(r"llvm\.call @npu_iree\.multiply_\d+_rows", text) == loops
+    memory = f"workgroup_local_memory = {depth // 32 * 6144 + 64}>"
+    assert count(memory, text) == count(r"call @npu_iree\.tiles_lent", text) == int(loops > 0)
+    assert count("llvm.intr.fmuladd", text) > 0, "the loop stays, for what tiles cannot do"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,16 @@
+"""What ops are called, and which ops of a kind there are in a block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def symbol_of(op: Any) -> str:
+    """Return what an op is called in its module."""
+    return str(op.attributes["sym_name"].value)
+
+
+def inside(op: Any, kind: str) -> list[Any]:
+    """Return the ops of one kind in an op's own blocks."""
+    blocks = [block for region in op.operation.regions for block in region.blocks]
+    return [op for block in blocks for op in block.operations if op.operation.name == kind]
