@@ -40,9 +40,10 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
         output = Output.open_membuffer()
         begin = "flow"
         if DATA_TILING in options.flags:
+            features = session.features()
             session.compile(module, begin=begin, end="executable-targets")
             with session.context:
-                multiply_tiles(module)
+                multiply_tiles(module, features)
                 read_ahead(module)
             begin = "executable-targets"
         session.compile(module, begin=begin).output_vm_bytecode(output)

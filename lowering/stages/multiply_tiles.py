@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowering.stages.symbols import inside, symbol_of
+from lowering.stages.symbols import inside, symbol_of, variants
 from lowering.stages.templates import put, put_functions
 from lowering.stages.tile_functions import (
     COLUMNS,
@@ -41,7 +41,7 @@ def suits_tiles(rows: int, depth: int) -> bool:
     return rows >= _LEAST_ROWS and depth in _DEPTHS
 
 
-def multiply_tiles(module: Any) -> None:
+def multiply_tiles(module: Any, features: Collection[str]) -> None:
     """Compute blocks of products by tiles, as precisely as in float32.
 
     A float32 is the sum of three bfloat16, of 8 bits each: x = x0 + x1 + x2. Of the nine products
@@ -57,16 +57,18 @@ def multiply_tiles(module: Any) -> None:
 
     Args:
         module: as IREE's phase `executable-targets` leaves it, in the LLVM dialect.
+        features: of the CPU that is compiled for, by LLVM's names.
     Source: G. Henry, P. T. P. Tang, A. Heinecke, "Leveraging the bfloat16 Artificial Intelligence
         Datatype For Higher-Precision Computations" (2019); Intel's "Instruction Set Extensions
         Programming Reference", chapter 3; Linux's `Documentation/arch/x86/xstate.rst`.
     """
     from iree.compiler import ir
 
-    for executable in inside(module, "hal.executable"):
-        for variant in inside(executable, "hal.executable.variant"):
-            with ir.Location.unknown():
-                _multiply_in(variant)
+    if not has_tiles(features):
+        return
+    with ir.Location.unknown():
+        for variant in variants(module):
+            _multiply_in(variant)
 
 
 def _multiply_in(variant: Any) -> None:
@@ -176,7 +178,7 @@ def _loop_at(header: Any) -> _Loop | None:
     panels = [op for op in loads if str(op.results[0].type) == f"vector<{COLUMNS}xf32>"]
     rows = [op for op in loads if isinstance(op.results[0].type, ir.F32Type)]
     height = int(kind[1])
-    if depth is None or depth % DEPTH or not _LEAST_HEIGHT <= height <= ROWS:
+    if depth is None or depth not in _DEPTHS or not _LEAST_HEIGHT <= height <= ROWS:
         return None
     if len(panels) != 1 or len(rows) != height or len(loads) != height + 1:
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lowering.stages.symbols import inside, symbol_of
+from lowering.stages.symbols import inside, symbol_of, variants
 
 _AHEAD_BYTES = 512  # 8 steps of a loop over panels of 16 floats
 _LEAST_USES = 4
@@ -43,12 +43,11 @@ def read_ahead(module: Any) -> None:
 
 def _matmuls(module: Any) -> Iterator[Any]:
     """Give the functions of device programs that are named for a matrix product."""
-    for executable in inside(module, "hal.executable"):
-        for variant in inside(executable, "hal.executable.variant"):
-            for inner in inside(variant, "builtin.module"):
-                for function in inside(inner, "llvm.func"):
-                    if "matmul" in symbol_of(function):
-                        yield function
+    for variant in variants(module):
+        for inner in inside(variant, "builtin.module"):
+            for function in inside(inner, "llvm.func"):
+                if "matmul" in symbol_of(function):
+                    yield function
 
 
 def _is_shared_factor(op: Any) -> bool:

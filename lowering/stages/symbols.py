@@ -14,3 +14,9 @@ def inside(op: Any, kind: str) -> list[Any]:
     """Return the ops of one kind in an op's own blocks."""
     blocks = [block for region in op.operation.regions for block in region.blocks]
     return [op for block in blocks for op in block.operations if op.operation.name == kind]
+
+
+def variants(module: Any) -> list[Any]:
+    """Return the device code of a module: of each executable, what is for one target."""
+    executables = inside(module, "hal.executable")
+    return [variant for op in executables for variant in inside(op, "hal.executable.variant")]

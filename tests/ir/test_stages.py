@@ -158,8 +158,12 @@ def test_a_product_is_computed_by_tiles_where_that_is_faster(
         module = session.parse(ir["torch-to-linalg"])
         form_dispatches(session, module, options)
         session.compile(module, begin="flow", end="executable-targets")
+        features = session.features()
         with session.context:
-            multiply_tiles(module)
+            before = str(module)
+            multiply_tiles(module, [f for f in features if not f.startswith("amx")])
+            assert str(module) == before, "on a CPU without the unit"
+            multiply_tiles(module, features)
             text = str(module)
             assert module.operation.verify()
     assert count(r"llvm\.call @npu_iree\.multiply_\d+_rows", text) == loops
