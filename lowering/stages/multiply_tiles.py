@@ -17,6 +17,7 @@ from lowering.stages.tile_functions import (
     LENT,
     PARTS_BYTES,
     ROWS,
+    STATE_BYTES,
     library,
     multiply_function,
 )
@@ -126,14 +127,14 @@ class _Loop:
         """How many rows there are."""
         return len(self.rows)
 
-    def rewrite(self, lent: Any, product: Any, parts: Any, split: Any) -> None:
+    def rewrite(self, lent: Any, product: Any, parts: Any, state: Any) -> None:
         """Let the first step do all, if the unit can.
 
         Args:
             lent: whether it is there.
             product: a pointer to memory for a block.
             parts: a pointer to memory for a panel's parts.
-            split: a pointer to that of the panel whose parts are there.
+            state: a pointer to what is kept from call to call.
         """
         from iree.compiler import ir
 
@@ -152,7 +153,7 @@ class _Loop:
             can, stride = put(_can(self.height), [k, lent, panel, *ahead, *rows])
             _branch(can, call, self.body)
         with ir.InsertionPoint(call):
-            (is_right,) = put(_call(self), [rows[0], stride, panel, product, parts, split])
+            (is_right,) = put(_call(self), [rows[0], stride, panel, product, parts, state])
             _branch(is_right, done, self.body)
         with ir.InsertionPoint(done):
             sums, last = put(_add(self), [sums, product])
@@ -254,12 +255,12 @@ func.func @prepare(%workgroup: !llvm.ptr) -> (i1, !llvm.ptr, !llvm.ptr, !llvm.pt
   %beyond = llvm.add %address, %before : i64
   %aligned = llvm.and %beyond, %mask : i64
   %parts = llvm.inttoptr %aligned : i64 to !llvm.ptr
-  %one = llvm.mlir.constant(1 : i64) : i64
-  %split = llvm.alloca %one x !llvm.ptr : (i64) -> !llvm.ptr
-  %none = llvm.mlir.zero : !llvm.ptr
-  llvm.store %none, %split : !llvm.ptr, !llvm.ptr
+  %state_bytes = llvm.mlir.constant({STATE_BYTES} : i64) : i64
+  %state = llvm.alloca %state_bytes x i8 {{alignment = 8 : i64}} : (i64) -> !llvm.ptr
+  %zeros = llvm.mlir.constant(dense<0> : vector<{STATE_BYTES}xi8>) : vector<{STATE_BYTES}xi8>
+  llvm.store %zeros, %state <alignment = 8> : vector<{STATE_BYTES}xi8>, !llvm.ptr
   %lent = llvm.call @{LENT}() : () -> i1
-  return %lent, %product, %parts, %split : i1, !llvm.ptr, !llvm.ptr, !llvm.ptr
+  return %lent, %product, %parts, %state : i1, !llvm.ptr, !llvm.ptr, !llvm.ptr
 }}
 """
 _NEXT = """
@@ -308,18 +309,14 @@ func.func @can(%k: i64, %lent: i1, %panel: !llvm.ptr, %row_next: !llvm.ptr, %pan
 
 def _call(loop: _Loop) -> str:
     name = multiply_function(loop.height)
+    types = "(!llvm.ptr, i64, !llvm.ptr, i64, !llvm.ptr, !llvm.ptr, !llvm.ptr) -> i1"
     return f"""
-llvm.func @{name}(!llvm.ptr, i64, !llvm.ptr, i64, !llvm.ptr, !llvm.ptr, i1) -> i1
+llvm.func @{name}{types}
 func.func @call(%rows: !llvm.ptr, %stride: i64, %panel: !llvm.ptr, %product: !llvm.ptr,
-    %parts: !llvm.ptr, %split: !llvm.ptr) -> i1 {{
+    %parts: !llvm.ptr, %state: !llvm.ptr) -> i1 {{
   %steps = llvm.mlir.constant({loop.depth // DEPTH} : i64) : i64
-  %last = llvm.load %split : !llvm.ptr -> !llvm.ptr
-  %is_split = llvm.icmp "eq" %last, %panel : !llvm.ptr
-  %is_right = llvm.call @{name}(%rows, %stride, %panel, %steps, %product, %parts, %is_split)
-      : (!llvm.ptr, i64, !llvm.ptr, i64, !llvm.ptr, !llvm.ptr, i1) -> i1
-  %none = llvm.mlir.zero : !llvm.ptr
-  %now = llvm.select %is_right, %panel, %none : i1, !llvm.ptr
-  llvm.store %now, %split : !llvm.ptr, !llvm.ptr
+  %is_right = llvm.call @{name}(%rows, %stride, %panel, %steps, %product, %parts, %state)
+      : {types}
   return %is_right : i1
 }}
 """
