@@ -19,9 +19,9 @@ def read_ahead(module: Any) -> None:
     For modules with data tiling: it has packed the factors into panels, which the innermost loop of
     a product reads from end to end, once for each tile of the result; together they do not fit the
     first cache. A C program of the same loop makes 195 GFLOP/s without, 215 with prefetches of the
-    one factor, 260 with those of both (two cores of an Emerald Rapids, 128x3072x768; MKL 210). Where
-    no cache has the weights, a page ahead is not too late: with 512 bytes, Mamba takes 1.1 and
-    ResNet-18 1.06 of the time. What is asked for beyond the end does no harm.
+    one factor, 260 with those of both (two cores of an Emerald Rapids, 128x3072x768; MKL 210).
+    Where no cache has the weights, a page ahead is not too late: with 512 bytes, Mamba takes 1.1
+    and ResNet-18 1.06 of the time. What is asked for beyond the end does no harm.
 
     Before: %w = llvm.load %p : vector<16xf32>; %x = llvm.load %q : f32; 16 x llvm.intr.fmuladd
     After:  %a = llvm.getelementptr %p[4096] : i8; llvm.intr.prefetch %a; the same for %q; the same

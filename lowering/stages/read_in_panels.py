@@ -23,15 +23,17 @@ _MOST_PANELS = 16  # of a work item
 # and else 8 at a time (`iree/task/tuning.h`); they are made such that these have the same to do.
 _AT_A_TIME = 8
 _WORKERS = (2, 4, 8)
+_LEAST_PADDED = 512  # columns, of which at most one panel is not full
 _MOST_STACKED = 64  # matrices: how unevenly more are shared out hardly differs
 
 # Of stacked matrices, {s} is "s, " and {one} is "1, "; of single ones, nothing.
 _PRODUCT = """
-func.func private @product(%x: {x}, %w: {w}, %start: {y}) -> {y} {{
+func.func private @product(%x: {x}, %w: {w}, %start: {start}) -> {y} {{
   %empty = tensor.empty() : {panels}
-  %panels = linalg.pack %w {order} inner_dims_pos = [{dim}] inner_tiles = [{width}] into %empty
-      : {w} -> {panels}
-  %zeros = tensor.expand_shape %start {columns} output_shape {split_shape} : {y} into {split}
+  %zero = arith.constant 0.0 : f32
+  %panels = linalg.pack %w {padding} {order} inner_dims_pos = [{dim}] inner_tiles = [{width}]
+      into %empty : {w} -> {panels}
+  {begin}
   %parts = linalg.generic {{
       indexing_maps = [affine_map<({s}m, n, l, k) -> ({s}m, k)>,
                        affine_map<({s}m, n, l, k) -> ({s}n, k, l)>,
@@ -51,9 +53,21 @@ func.func private @product(%x: {x}, %w: {w}, %start: {y}) -> {y} {{
     %next = arith.addf %sum, %ab : f32
     linalg.yield %next : f32
   }} -> {split}
-  %y = tensor.collapse_shape %parts {columns} : {split} into {y}
+  {end}
   return %y : {y}
 }}
+"""
+# Where panels hold all of the columns, and no more.
+_BEGIN = "%zeros = tensor.expand_shape %start {columns} output_shape {shape} : {y} into {split}"
+_END = "%y = tensor.collapse_shape %parts {columns} : {split} into {y}"
+# Where the last of them has some over.
+_BEGIN_PADDED = """
+  %unset = tensor.empty() : {split}
+  %zeros = linalg.fill ins(%start : f32) outs(%unset : {split}) -> {split}
+"""
+_END_PADDED = """
+  %all = tensor.collapse_shape %parts {columns} : {split} into {whole}
+  %y = tensor.extract_slice %all {zeros} {sizes} {ones} : {whole} to {y}
 """
 _SHAPES = ("tensor.collapse_shape", "tensor.expand_shape")
 _NAMES = {"linalg.matmul": 2, "linalg.batch_matmul": 3}  # -> dimensions of a factor
@@ -75,7 +89,7 @@ def read_in_panels(function: Any, features: Collection[str]) -> None:
     in the other order, number by number (32x1024 of them, and their softplus: 0.32 ms, not 0.03).
 
     Before: %y = linalg.matmul ins(%x, %w)                      with %x of [M, K], %w of [K, N]
-    After:  %panels[n, k, l] = %w[k, 32 * n + l]
+    After:  %panels[n, k, l] = %w[k, 32 * n + l], 0 where there is no such column
             %parts[m, n, l] = sum over k of %x[m, k] * %panels[n, k, l]
             %y[m, 32 * n + l] = %parts[m, n, l]
 
@@ -109,7 +123,8 @@ class _Product:
         stack: how many matrices there are, one after the other; None: one that is not stacked.
         block: rows, at most, and columns that registers hold.
         is_transposed: whether the second factor is `[N, K]`.
-        arguments: both factors, and what the sums begin with.
+        arguments: both factors, and what the sums begin with: a number where the last panel has
+            columns over, or else a tensor.
     """
 
     sizes: tuple[int, int, int]
@@ -123,21 +138,34 @@ class _Product:
         (m, k, n), (most, width) = self.sizes, self.block
         rows = -(-m // -(-m // most))  # of blocks as high as one another
         stack = [] if self.stack is None else [self.stack]
-        count, first = n // width, len(stack)
+        count, first = -(-n // width), len(stack)
         item_rows, item_panels = work_item(m, count, self.stack or 1, rows)
         w = _tensor(*stack, n, k) if self.is_transposed else _tensor(*stack, k, n)
         order = [*range(first), first + 1, first]
-        split = [*stack, m, count, width]
+        split, whole = [*stack, m, count, width], [*stack, m, count * width]
+        is_padded = n % width != 0
+        ends = {
+            "columns": [[d] for d in range(first + 1)] + [[first + 1, first + 2]],
+            "split": _tensor(*split),
+            "shape": split,
+            "whole": _tensor(*whole),
+            "y": _tensor(*stack, m, n),
+            "zeros": [0] * len(whole),
+            "sizes": [*stack, m, n],
+            "ones": [1] * len(whole),
+        }
         return _PRODUCT.format(
             x=_tensor(*stack, m, k),
             w=w,
-            y=_tensor(*stack, m, n),
+            y=ends["y"],
+            start="f32" if is_padded else ends["y"],
+            begin=(_BEGIN_PADDED if is_padded else _BEGIN).format(**ends),
+            end=(_END_PADDED if is_padded else _END).format(**ends),
+            padding="padding_value(%zero : f32)" if is_padded else "",
             panels=_tensor(*stack, count, k, width),
             order="" if self.is_transposed else f"outer_dims_perm = {order}",
             dim=first if self.is_transposed else first + 1,
-            columns=[[d] for d in range(first + 1)] + [[first + 1, first + 2]],
-            split=_tensor(*split),
-            split_shape=split,
+            split=ends["split"],
             s="s, " if stack else "",
             one="1, " if stack else "",
             zero="0, " if stack else "",
@@ -168,17 +196,26 @@ def _product_of(op: Any, block: tuple[int, int], *, tiles: bool) -> _Product | N
     x, w, start = op.operands
     *stack, m, k = kinds[0].shape
     n = kinds[1].shape[-1]
-    if m < 2 or 0 in (k, n, *stack) or n % block[1]:
+    if m < 2 or 0 in (k, n, *stack):
         return None
     if tiles and suits_tiles(m, k):
         block = (ROWS, COLUMNS)
     source = _transposed(w, rank)
+    factor = w if source is None else source
+    if n % block[1]:
+        # With columns over, what is packed is padded, and the result is copied without them: worth
+        # it for weights, which are packed once, and for the unit.
+        is_filled = getattr(start.owner, "name", "") == "linalg.fill"
+        is_worth = block == (ROWS, COLUMNS) and n >= _LEAST_PADDED and _is_weight(factor)
+        if not (is_filled and is_worth):
+            return None
+        start = start.owner.operands[0]
     return _Product(
         sizes=(m, k, n),
         stack=stack[0] if stack else None,
         block=block,
         is_transposed=source is not None,
-        arguments=(x, w if source is None else source, start),
+        arguments=(x, factor, start),
     )
 
 
@@ -203,6 +240,13 @@ def _transposed(value: Any, rank: int) -> Any:
     order = [*range(rank - 2), rank - 1, rank - 2]
     is_swap = list(owner.attributes["permutation"]) == order
     return owner.operands[0] if is_swap else None
+
+
+def _is_weight(value: Any) -> bool:
+    """Say whether a value is a parameter, in any shape."""
+    while getattr(value.owner, "name", "") in _SHAPES:
+        value = value.owner.operands[0]
+    return getattr(value.owner, "name", "") == "util.global.load"
 
 
 def _is_product(value: Any, products: Collection[Any]) -> bool:

@@ -130,7 +130,9 @@ def test_products_read_both_factors_ahead(
         text = str(module)
         pointers = re.findall(r'llvm\.intr\.prefetch[" (]*(%\w+)', text)
         assert len(pointers) == prefetches
-        bases = [re.findall(rf"{p} = llvm\.getelementptr (%\w+)\[512\]", text)[0] for p in pointers]
+        bases = [
+            re.findall(rf"{p} = llvm\.getelementptr (%\w+)\[4096\]", text)[0] for p in pointers
+        ]
         assert len(set(bases)) == prefetches
 
 

@@ -47,6 +47,17 @@ def test_products_of_all_shapes_are_precise(rows: int, depth: int, columns: int)
     assert_as_precise_as_float32(multiply(x, w), x, w)
 
 
+@pytest.mark.parametrize("columns", [543, 545])
+def test_weights_whose_columns_leave_one_over_are_multiplied_precisely(columns: int) -> None:
+    """The last panel is padded; what it has over is not in the result, even where it is NaN."""
+    linear = torch.nn.Linear(224, columns).requires_grad_(False)
+    compiled = torch.compile(linear, backend="npu_iree", options={"fallback": "error"})
+    x = torch.randn(70, 224)
+    assert_as_precise_as_float32(compiled(x) - linear.bias, x, linear.weight.T)
+    x[3, 5] = torch.inf
+    torch.testing.assert_close(compiled(x), linear(x), equal_nan=True)
+
+
 def test_stacked_products_are_precise() -> None:
     x, w = torch.randn(3, 96, 256), torch.randn(3, 256, 64)
     compiled = torch.compile(torch.bmm, backend="npu_iree", options={"fallback": "error"})
