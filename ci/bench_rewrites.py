@@ -77,6 +77,12 @@ def _grouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tor
     return functional.scaled_dot_product_attention(query, *twice)
 
 
+def _scan_step(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Multiply neighbours in time, as a parallel scan does first."""
+    decay = torch.exp(a * b).permute(1, 0, 2)
+    return decay[0::2] * decay[1::2]
+
+
 def _rows(function: Callable[[torch.Tensor], Any], length: int) -> Case:
     return Case(function, [(900, length)], "peeling")
 
@@ -98,6 +104,7 @@ CASES = {
     "gelu 1500": _rows(functional.gelu, 1500),
     "linear 4096 of one row": Case(functional.linear, [(1, 4096), (4096, 4096)], "products"),
     "grouped keys, one query": Case(_grouped, [(1, 16, 1, 64), *[(1, 8, 512, 64)] * 2], "products"),
+    "scan of 32x1024x16": Case(_scan_step, [(1024, 1, 16), (1024, 32, 1)], "broadcasts"),
     "mm 64x1024x32000": Case(functional.linear, [(64, 1024), (32000, 1024)], "tiles"),
     "mm 64x1024x2816": Case(functional.linear, [(64, 1024), (2816, 1024)], "tiles"),
     "mm 128x768x3072": Case(functional.linear, [(128, 768), (3072, 768)], "reading ahead"),

@@ -113,7 +113,7 @@ _CPU: dict[str, Any] = {
     "flag_sets": _CPU_FLAG_SETS,
     "candidates": _CPU_CANDIDATES,
     "choices": _CPU_CHOICES,
-    "rewrites": ("convolutions", "products"),
+    "rewrites": ("broadcasts", "convolutions", "products"),
 }
 
 NPU_LOCAL = Target(

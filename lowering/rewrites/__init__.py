@@ -13,13 +13,14 @@ from typing import Any
 from torch import fx
 
 from lowering.nodes import takes_static_tensors
-from lowering.rewrites import convolutions, products
+from lowering.rewrites import broadcasts, convolutions, products
 from lowering.rewrites.recorder import Recorder
 from lowering.rewrites.rule import Rule
 from lowering.target import CompileTarget
 
 # What a target lists in `CompileTarget.rewrites` -> op -> what it is rewritten by.
 REWRITES: Mapping[str, Mapping[Any, Rule]] = {
+    "broadcasts": broadcasts.RULES,
     "convolutions": convolutions.RULES,
     "products": products.RULES,
 }

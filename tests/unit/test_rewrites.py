@@ -153,6 +153,58 @@ def test_images(data: st.DataObject) -> None:
     torch.testing.assert_close(rewritten(*tensors), expected, rtol=1e-4, atol=1e-4)
 
 
+@st.composite
+def moves(draw: st.DrawFn) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Draw slices and permutations, one after the other."""
+    made: list[tuple[Any, ...]] = []
+    for _ in range(draw(st.integers(1, 3))):
+        if draw(st.booleans()):
+            made.append((aten.permute.default, draw(st.permutations(range(4)))))
+        else:
+            begin, end = draw(st.integers(-4, 4)), draw(st.integers(-4, 99))
+            dim, step = draw(st.integers(-4, 3)), draw(st.integers(1, 3))
+            made.append((aten.slice.Tensor, dim, begin, end, step))
+    return lambda x: functools.reduce(lambda y, move: move[0](y, *move[1:]), made, x)
+
+
+@settings(max_examples=60, deadline=None)
+@given(moves())
+def test_moves_of_what_is_broadcast(move: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    tensors = torch.randn(9, 1, 1, 1), torch.randn(1, 10, 1), torch.randn(11)
+
+    def function(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        return move((a * b).exp() + c.where(c > 0, 1))
+
+    assert_same(rewrite(graph_of(function, *tensors), TARGET)(*tensors), function(*tensors))
+
+
+def largest_move(graph_module: fx.GraphModule) -> int:
+    nodes = [n for n in graph_module.graph.nodes if str(n.target).startswith("aten.slice")]
+    return max(n.meta["val"].numel() for n in nodes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "ends", "is_rewritten"),
+    [
+        (1, 20, [(0, 10), (10, 20)], True),
+        (1, 20, [(0, 20), (5, 19)], False),  # much would be computed twice
+        (9, 20, [(0, 10), (10, 20)], False),  # a tensor is as large as the result
+    ],
+)
+def test_small_tensors_are_moved_instead_where_that_is_less(
+    rows: int, width: int, ends: list[tuple[int, int]], is_rewritten: bool
+) -> None:
+    tensors = torch.randn(9, 1), torch.randn(rows, width)
+
+    def function(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+        product = a * b
+        return [product[:, begin:end].exp() for begin, end in ends]
+
+    rewritten = rewrite(graph_of(function, *tensors), TARGET)
+    assert (largest_move(rewritten) <= width) == is_rewritten
+    assert_same(rewritten(*tensors), function(*tensors))
+
+
 def test_a_target_lists_its_rewrites() -> None:
     x, weight = torch.randn(1, 4, 9), torch.randn(4, 4, 3)
     graph = graph_of(torch.conv1d, x, weight)
