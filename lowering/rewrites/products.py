@@ -54,18 +54,25 @@ def _rows(node: fx.Node) -> Arguments | None:
 
 
 def bmm(x: torch.Tensor, matrices: torch.Tensor, times: int, is_transposed: bool) -> Any:
-    """Rewrite `aten.bmm` by matrices that are repeated: grouped queries need no copies of a key.
+    """Rewrite `aten.bmm` by matrices that are repeated, or by vectors.
+
+    Grouped queries need no copies of a key; to pack rows for a vector takes as long as the product.
 
     Before: %y = bmm(%x, view(clone(expand(unsqueeze(%k, 1), [-1, R, -1, -1])), [H * R, K, N]))
                                                      with %x of [H * R, M, K], %k of [H, K, N]
     After:  %y = view(bmm(view(%x, [H, R * M, K]), %k), [H * R, M, N])
 
+    Before: %y = bmm(%x, %v)                         with %x of [H, M, K], %v of [H, K, 1]
+    After:  %y = sum(mul(%x, permute(%v, [0, 2, 1])), -1, True)
+
     Args:
         x: `[H * R, M, K]`.
         matrices: the H matrices, one after the other, in any shape.
-        times: R, how often each of them stands in the second factor.
+        times: R, how often each of them stands in the second factor; 1: they are vectors.
         is_transposed: whether they are `[N, K]` in memory.
     """
+    if times == 1:
+        return (x * matrices.mT).sum(-1, keepdim=True)
     batch, count, width = x.shape
     stored = [batch // times, -1, width] if is_transposed else [batch // times, width, -1]
     factor = matrices.reshape(stored)
@@ -76,14 +83,20 @@ def bmm(x: torch.Tensor, matrices: torch.Tensor, times: int, is_transposed: bool
 
 
 def _repeated(node: fx.Node) -> Arguments | None:
-    """Take the matrices of which the second factor has several of each, side by side."""
+    """Take the matrices of which the second factor has several of each, side by side; or vectors.
+
+    Of fewer bits than 32, the products would be rounded before they are added up.
+    """
     x, factor = node.args
     moves, source = _moves_to(factor)
-    if source is None:
-        return None
-    with _disable_current_modes():
-        found = _as_repeated(moves, source)
-    return (x, source, *found) if found is not None else None
+    if source is not None:
+        with _disable_current_modes():
+            found = _as_repeated(moves, source)
+        if found is not None:
+            return x, source, *found
+    value = factor.meta["val"]  # type: ignore[union-attr]
+    is_vector = value.shape[-1] == 1 and value.dtype in (torch.float32, torch.float64)
+    return (x, factor, 1, False) if is_vector else None
 
 
 def _as_repeated(moves: Sequence[fx.Node], source: fx.Node) -> tuple[int, bool] | None:

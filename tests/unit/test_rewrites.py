@@ -257,7 +257,7 @@ def test_a_product_of_one_row_reads_its_matrix_by_rows(
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_products_by_repeated_matrices(data: st.DataObject) -> None:
-    heads, times, m, k, n = (data.draw(st.integers(1, 4)) for _ in range(5))
+    heads, times, m, k, n = (data.draw(st.integers(low, 4)) for low in (1, 1, 1, 1, 2))
     is_transposed, is_side_by_side = data.draw(st.booleans()), data.draw(st.booleans())
     x = torch.randn(heads * times, m, k).double()
     matrices = torch.randn(heads, n, k).double()
@@ -283,3 +283,16 @@ def test_a_product_by_a_broadcast_matrix_has_one_batch() -> None:
     (node,) = [n for n in rewritten.graph.nodes if n.target is aten.bmm.default]
     assert node.meta["val"].shape == (1, 12, 4)
     assert_same(rewritten(x, matrix), torch.bmm(x, matrix.expand(6, 3, 4)))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "is_rewritten"),
+    [(torch.float32, 1, True), (torch.float32, 2, False), (torch.bfloat16, 1, False)],
+)
+def test_products_with_vectors_pack_nothing(
+    dtype: torch.dtype, columns: int, is_rewritten: bool
+) -> None:
+    x, vectors = torch.randn(3, 5, 4).to(dtype), torch.randn(3, 4, columns).to(dtype)
+    rewritten = rewrite(graph_of(torch.bmm, x, vectors), TARGET)
+    assert ("aten.bmm.default" not in ops(rewritten)) == is_rewritten
+    assert_same(rewritten(x, vectors), torch.bmm(x, vectors))
