@@ -240,8 +240,8 @@ def _loop(height: int, name: str, *, splits_panel: bool) -> str:
 
     Each of its steps multiplies what the step before has taken apart, and takes apart what the next
     multiplies; what the first multiplies is thrown away. The panel's parts stay, for the next rows;
-    meanwhile the next panel is asked for, which is weights that no cache has (in BERT a third of
-    the time, if they are waited for).
+    meanwhile the next panel is asked for, which is of weights that no cache has (to wait for them
+    takes a fifth of the time of a layer of 768 x 3072, with 128 rows).
     """
     step, clear = _Code("$v"), _Code("$w")
     tiles = _tiles(height)

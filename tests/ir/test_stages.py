@@ -207,6 +207,27 @@ def test_a_product_packs_its_weight_at_load_and_nothing_else(
             assert Counter(found) == fmas, "one for each row of a block"
 
 
+@pytest.mark.parametrize(
+    ("columns", "weights", "panels"),
+    [(545, 1, 18), (545, 0, 0), (511, 1, 0)],  # few columns, or packed at each call: not worth it
+)
+def test_weights_are_padded_to_whole_panels_for_the_matrix_unit(
+    lowered: Lower, columns: int, weights: int, panels: int
+) -> None:
+    tensors = torch.zeros(70, 224), torch.zeros(columns, 224)
+    ir = lowered(torch.nn.functional.linear, *tensors, weights=weights)
+    host = "--iree-llvmcpu-target-cpu=host"
+    target = NPU_LOCAL.compile.replacing(host, "--iree-llvmcpu-target-cpu=sapphirerapids")
+    names = {"main": ("w",)} if weights else {}
+    options = CompileOptions(flags=target.flag_sets[0], parameters=names)
+    with IreeSession(options) as session:
+        module = session.parse(ir["torch-to-linalg"])
+        prepare(session, module, options)
+        text = str(module)
+    assert count("padding_value", text) == int(panels > 0)
+    assert count(rf"into tensor<70x{panels * 32}xf32>", text) == int(panels > 0)
+
+
 @pytest.mark.parametrize("columns", [64, 63])
 def test_what_transposes_a_product_in_panels_is_a_program_of_its_own(
     lowered: Lower, columns: int
