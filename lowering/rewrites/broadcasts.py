@@ -58,7 +58,7 @@ def _evaluate(value: Any, rank: int, moves: _Moves) -> Any:
     if value.ndim < rank:
         value = value.view([1] * (rank - value.ndim) + list(value.shape))
     for move, args in moves:
-        if move is not aten.slice.Tensor or value.shape[args[0] if args else 0] > 1:
+        if move is not aten.slice.Tensor or _length(value, *args) > 1:
             value = move(value, *args)
     return value
 
@@ -70,7 +70,7 @@ def _tree(node: fx.Node) -> Arguments | None:
     while isinstance(source, fx.Node) and source.target in _MOVES and not source.kwargs:
         moves.insert(0, (source.target, source.args[1:]))
         source = source.args[0]
-        if moves[0][0] is aten.slice.Tensor and _length(source, *moves[0][1]) <= 1:
+        if moves[0][0] is aten.slice.Tensor and _length(source.meta["val"], *moves[0][1]) <= 1:
             return None  # of which the tensors that are repeated could not be told
     if not _is_pointwise(source):
         return None
@@ -82,8 +82,9 @@ def _tree(node: fx.Node) -> Arguments | None:
     return tree, moves
 
 
-def _length(node: Any, dim: int = 0, *_: Any) -> int:
-    return int(node.meta["val"].shape[dim])
+def _length(tensor: torch.Tensor, dim: int = 0, *_: Any) -> int:
+    """Return how long a tensor is where a slice cuts it."""
+    return tensor.shape[dim]
 
 
 def _is_pointwise(node: Any) -> bool:

@@ -86,6 +86,28 @@ llvm.func internal @npu_iree.split(%x0: {_F16}, %y0: {_F16}, %to: !llvm.ptr, %la
 """
 
 
+# Whether the panel is in parts, and where a function goes on to ask for the next one: its lines
+# come after this one's, and are asked for once.
+_ASK = f"""\
+  %last = llvm.load %state : !llvm.ptr -> !llvm.ptr
+  %is_split = llvm.icmp "eq" %last, %panel : !llvm.ptr
+  %ahead_at = llvm.getelementptr %state[8] : (!llvm.ptr) -> !llvm.ptr, i8
+  %ahead_then = llvm.load %ahead_at : !llvm.ptr -> i64
+  %panel_at = llvm.ptrtoint %panel : !llvm.ptr to i64
+  %step_bytes = llvm.mlir.constant({DEPTH * COLUMNS * 4} : i64) : i64
+  %panel_bytes = llvm.mul %steps, %step_bytes : i64
+  %next_at = llvm.add %panel_at, %panel_bytes : i64
+  %ahead_bytes = llvm.mlir.constant({_AHEAD * _LINE} : i64) : i64
+  %share = llvm.mul %steps, %ahead_bytes : i64
+  %next_end = llvm.add %next_at, %panel_bytes : i64
+  %last_share = llvm.sub %next_end, %share : i64
+  %ahead_more = llvm.intr.umin(%ahead_then, %last_share) : (i64, i64) -> i64
+  %ahead = llvm.inttoptr %ahead_more : i64 to !llvm.ptr
+  %ahead_end = llvm.add %ahead_more, %share : i64
+  %ahead_now = llvm.select %is_split, %ahead_end, %next_at : i1, i64
+  llvm.store %ahead_now, %ahead_at : i64, !llvm.ptr"""
+
+
 def multiply_function(height: int) -> str:
     """Name the function that multiplies blocks of so many rows."""
     return f"npu_iree.multiply_{height}_rows"
@@ -189,28 +211,21 @@ llvm.func internal @{multiply_function(height)}(%rows: !llvm.ptr, %stride: i64, 
   %config = llvm.mlir.addressof @{_CONFIG} : !llvm.ptr
   llvm.call_intrinsic "llvm.x86.ldtilecfg"(%config) : (!llvm.ptr) -> ()
   %none = llvm.mlir.constant(dense<0.0> : {_F16}) : {_F16}
-  %last = llvm.load %state : !llvm.ptr -> !llvm.ptr
-  %is_split = llvm.icmp "eq" %last, %panel : !llvm.ptr
-  %ahead_at = llvm.getelementptr %state[8] : (!llvm.ptr) -> !llvm.ptr, i8
-  %ahead_then = llvm.load %ahead_at : !llvm.ptr -> i64
-  %panel_at = llvm.ptrtoint %panel : !llvm.ptr to i64
-  %step_bytes = llvm.mlir.constant({DEPTH * COLUMNS * 4} : i64) : i64
-  %panel_bytes = llvm.mul %steps, %step_bytes : i64
-  %next_at = llvm.add %panel_at, %panel_bytes : i64
-  %ahead_bytes = llvm.mlir.constant({_AHEAD * _LINE} : i64) : i64
-  %share = llvm.mul %steps, %ahead_bytes : i64
-  %next_end = llvm.add %next_at, %panel_bytes : i64
-  %last_share = llvm.sub %next_end, %share : i64
-  %ahead_more = llvm.intr.umin(%ahead_then, %last_share) : (i64, i64) -> i64
-  %ahead = llvm.inttoptr %ahead_more : i64 to !llvm.ptr
-  %ahead_end = llvm.add %ahead_more, %share : i64
-  %ahead_now = llvm.select %is_split, %ahead_end, %next_at : i1, i64
-  llvm.store %ahead_now, %ahead_at : i64, !llvm.ptr
+{_ASK}
   llvm.cond_br %is_split, ^multiply({begin} : {_CARRIED}), ^split({begin} : {_CARRIED})
 {_loop(height, "split", splits_panel=True)}
 {_loop(height, "multiply", splits_panel=False)}
 ^end(%largest: {_F16}):
 {end}
+{_check(smallest)}
+  llvm.return %is_right : i1
+}}
+"""
+
+
+def _check(smallest: str) -> str:
+    """Write whether a result is right, and which panel's parts are there for the next call."""
+    return f"""\
   %largest_bits = llvm.bitcast %largest : {_F16} to {_I32}
   %greatest = "llvm.intr.vector.reduce.umax"(%largest_bits) : ({_I32}) -> i32
   %limit = llvm.mlir.constant({_LARGEST_BITS} : i32) : i32
@@ -224,10 +239,7 @@ llvm.func internal @{multiply_function(height)}(%rows: !llvm.ptr, %stride: i64, 
   %is_right = llvm.and %both, %is_any : i1
   %nowhere = llvm.mlir.zero : !llvm.ptr
   %there = llvm.select %is_right, %panel, %nowhere : i1, !llvm.ptr
-  llvm.store %there, %state : !llvm.ptr, !llvm.ptr
-  llvm.return %is_right : i1
-}}
-"""
+  llvm.store %there, %state : !llvm.ptr, !llvm.ptr"""
 
 
 def _tiles(height: int) -> list[tuple[int, int]]:

@@ -55,6 +55,13 @@ def lowered(tmp_path: Path) -> Lower:
     return lower
 
 
+def flags_for(cpu: str) -> tuple[str, ...]:
+    """IREE's flags for another CPU than this machine's."""
+    host = "--iree-llvmcpu-target-cpu=host"
+    target = NPU_LOCAL.compile.replacing(host, f"--iree-llvmcpu-target-cpu={cpu}")
+    return target.flag_sets[0]
+
+
 def count(pattern: str, text: str) -> int:
     return len(re.findall(pattern, text))
 
@@ -153,9 +160,7 @@ def test_a_product_is_computed_by_tiles_where_that_is_faster(
 ) -> None:
     """What is used often, and added up for long, on a CPU with a matrix unit."""
     ir = lowered(lambda x, w: x @ w, torch.zeros(rows, depth), torch.zeros(depth, 64))
-    host = "--iree-llvmcpu-target-cpu=host"
-    target = NPU_LOCAL.compile.replacing(host, f"--iree-llvmcpu-target-cpu={cpu}")
-    options = CompileOptions(flags=target.flag_sets[0])
+    options = CompileOptions(flags=flags_for(cpu))
     with IreeSession(options) as session:
         module = session.parse(ir["torch-to-linalg"])
         form_dispatches(session, module, options)
@@ -191,9 +196,7 @@ def test_a_product_packs_its_weight_at_load_and_nothing_else(
         lambda x, w, b: torch.relu(torch.nn.functional.linear(x, w, b)),
         torch.zeros(24, 40), torch.zeros(columns, 40), torch.zeros(columns), weights=2,
     )  # fmt: skip
-    host = "--iree-llvmcpu-target-cpu=host"
-    target = NPU_LOCAL.compile.replacing(host, f"--iree-llvmcpu-target-cpu={cpu}")
-    options = CompileOptions(flags=target.flag_sets[0], parameters={"main": ("w", "b")})
+    options = CompileOptions(flags=flags_for(cpu), parameters={"main": ("w", "b")})
     with IreeSession(options) as session:
         module = session.parse(ir["torch-to-linalg"])
         form_dispatches(session, module, options)
@@ -216,10 +219,8 @@ def test_weights_are_padded_to_whole_panels_for_the_matrix_unit(
 ) -> None:
     tensors = torch.zeros(70, 224), torch.zeros(columns, 224)
     ir = lowered(torch.nn.functional.linear, *tensors, weights=weights)
-    host = "--iree-llvmcpu-target-cpu=host"
-    target = NPU_LOCAL.compile.replacing(host, "--iree-llvmcpu-target-cpu=sapphirerapids")
     names = {"main": ("w",)} if weights else {}
-    options = CompileOptions(flags=target.flag_sets[0], parameters=names)
+    options = CompileOptions(flags=flags_for("sapphirerapids"), parameters=names)
     with IreeSession(options) as session:
         module = session.parse(ir["torch-to-linalg"])
         prepare(session, module, options)
