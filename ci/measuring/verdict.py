@@ -22,22 +22,10 @@ from lowering.stages.aten_to_torch import ATEN_TO_TORCH
 from lowering.stages.torch_to_linalg import TORCH_TO_LINALG
 from lowering.target import CompileTarget
 from measuring.single_op import SingleOp, SingleOpProgram, program
+from npu_iree.targets import NPU_LOCAL
 
 RIGHT = "right"
-TARGET = CompileTarget(
-    name="npu-local",
-    flag_sets=(
-        (
-            "--iree-hal-target-backends=llvm-cpu",
-            "--iree-llvmcpu-target-cpu=host",
-            "--iree-opt-level=O3",
-            "--iree-opt-data-tiling",
-            "--iree-llvmcpu-enable-ukernels=all",
-            "--iree-input-demote-f64-to-f32=false",
-            "--iree-execution-model=async-external",
-        ),
-    ),
-)
+TARGET = CompileTarget(name="npu-local", flag_sets=NPU_LOCAL.compile.flag_sets[:1])
 
 # dtype -> (rtol, atol); all others must be equal.
 TOLERANCES = {

@@ -11,7 +11,7 @@ from lowering.stages.barrier import drop_barriers
 from lowering.stages.call_kernels import link_kernels
 from lowering.stages.iree_session import DATA_TILING, IreeSession
 from lowering.stages.keep_arguments import keep_arguments
-from lowering.stages.read_by_rows import read_by_rows
+from lowering.stages.read_by_rows import add_in_lanes, read_by_rows
 from lowering.stages.read_in_panels import read_in_panels
 from lowering.stages.separate_fills import separate_fills
 from lowering.stages.separate_pieces import separate_pieces
@@ -52,6 +52,7 @@ def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) 
     session.compile(module, end="flow")
     with session.context:
         drop_barriers(module)
+        add_in_lanes(module)
 
 
 def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lowering.stages.barrier import behind_barrier
 from lowering.stages.multiply_tiles import has_tiles, suits_tiles
-from lowering.stages.templates import replace_by
+from lowering.stages.templates import floats, replace_by
 from lowering.stages.tile_functions import COLUMNS, ROWS
 
 # Rows (at most) and columns of a result that registers hold, by what the CPU can do, the first that
@@ -140,29 +140,29 @@ class _Product:
         stack = [] if self.stack is None else [self.stack]
         count, first = -(-n // width), len(stack)
         item_rows, item_panels = work_item(m, count, self.stack or 1, rows)
-        w = _tensor(*stack, n, k) if self.is_transposed else _tensor(*stack, k, n)
+        w = floats(*stack, n, k) if self.is_transposed else floats(*stack, k, n)
         order = [*range(first), first + 1, first]
         split, whole = [*stack, m, count, width], [*stack, m, count * width]
         is_padded = n % width != 0
         ends = {
             "columns": [[d] for d in range(first + 1)] + [[first + 1, first + 2]],
-            "split": _tensor(*split),
+            "split": floats(*split),
             "shape": split,
-            "whole": _tensor(*whole),
-            "y": _tensor(*stack, m, n),
+            "whole": floats(*whole),
+            "y": floats(*stack, m, n),
             "zeros": [0] * len(whole),
             "sizes": [*stack, m, n],
             "ones": [1] * len(whole),
         }
         return _PRODUCT.format(
-            x=_tensor(*stack, m, k),
+            x=floats(*stack, m, k),
             w=w,
             y=ends["y"],
             start="f32" if is_padded else ends["y"],
             begin=(_BEGIN_PADDED if is_padded else _BEGIN).format(**ends),
             end=(_END_PADDED if is_padded else _END).format(**ends),
             padding="padding_value(%zero : f32)" if is_padded else "",
-            panels=_tensor(*stack, count, k, width),
+            panels=floats(*stack, count, k, width),
             order="" if self.is_transposed else f"outer_dims_perm = {order}",
             dim=first if self.is_transposed else first + 1,
             split=ends["split"],
@@ -280,7 +280,3 @@ def _longest(items: Sequence[int], workers: int) -> int:
     for begin in range(0, len(items), share):
         loads[loads.index(min(loads))] += sum(items[begin : begin + share])
     return max(loads)
-
-
-def _tensor(*shape: int) -> str:
-    return f"tensor<{'x'.join(map(str, shape))}xf32>"

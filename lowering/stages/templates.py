@@ -56,3 +56,8 @@ def put_functions(module: Any, text: str) -> None:
     with ir.InsertionPoint(module.operation.regions[0].blocks[0]):
         for function in source.body.operations:
             function.operation.clone()
+
+
+def floats(*shape: int) -> str:
+    """Write the type of a tensor of float32."""
+    return f"tensor<{'x'.join(map(str, shape))}xf32>"

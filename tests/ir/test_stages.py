@@ -278,6 +278,31 @@ def test_a_matrix_of_whole_cache_lines_is_added_up_lane_by_lane(
         assert len(vectors) == 8 * products, "one for each row of a tile, and no element alone"
 
 
+def test_what_follows_a_product_with_a_vector_is_in_the_same_program(lowered: Lower) -> None:
+    gelu, linear = torch.nn.functional.gelu, torch.nn.functional.linear
+    tensors = torch.zeros(1, 64), torch.zeros(40, 64), torch.zeros(40)
+    flow = lowered(lambda x, w, b: gelu(linear(x, w, b)), *tensors, weights=2)["linalg-to-flow"]
+    assert count(r"math\.erf", flow) == count(r"flow\.dispatch @main", flow) == 1
+
+
+def test_a_product_with_a_vector_that_is_computed_is_added_up_lane_by_lane(lowered: Lower) -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x.relu(), w.t())
+
+    flow = lowered(function, torch.zeros(1, 64), torch.zeros(40, 64))["linalg-to-flow"]
+    assert count(r"into tensor<40x4x16xf32>", flow) == 1
+
+
+@pytest.mark.parametrize("flags", NPU_LOCAL.compile.flag_sets[:2])
+def test_a_row_is_added_up_in_the_lanes_of_vectors(lowered: Lower, flags: tuple[str, ...]) -> None:
+    flow = lowered(lambda x: x.sum(1), torch.zeros(40, 64))["linalg-to-flow"]
+    with IreeSession(CompileOptions(flags=flags)) as session:
+        module = session.parse(flow)
+        session.compile(module, begin="flow", end="executable-targets")
+    assert count(r"llvm\.fadd .*vector<16xf32>", str(module)) > 0
+    assert count(r"vector\.reduce\.fadd\(.*\) fastmath<reassoc>", str(module)) > 0
+
+
 @pytest.mark.parametrize(("function", "kept"), [(torch.sort, 1), (torch.relu, 0)])
 def test_only_an_argument_that_would_be_overwritten_is_kept(
     lowered: Lower, function: Callable[..., Any], kept: int

@@ -26,11 +26,11 @@ from npu_iree.toolchain import compiler_for
 from npu_iree.tuning import DeviceMeasure
 from programs.launch import run
 
-O3 = NPU_LOCAL.compile.flag_sets[1]
+UNTILED = NPU_LOCAL.compile.flag_sets[1]
 PLAIN = NPU_LOCAL.compile.flag_sets[2]
 DEMOTE = "iree-global-opt-demote-contraction-inputs{type=bf16 operation=matmul}"
-ROUGH = (*O3, f"--iree-preprocessing-pass-pipeline=builtin.module(util.func({DEMOTE}))")
-FAILS = (*O3, "--iree-no-such-flag")
+ROUGH = (*UNTILED, f"--iree-preprocessing-pass-pipeline=builtin.module(util.func({DEMOTE}))")
+FAILS = (*UNTILED, "--iree-no-such-flag")
 
 
 def vendor(**candidates: tuple[str, ...]) -> Target:
@@ -69,18 +69,18 @@ def test_the_record_tells_what_was_measured_and_taken(
     tuned: Callable[..., tuple[Runner, TuningRecord]], counts: Counter[str]
 ) -> None:
     x, y = torch.randn(64, 128), torch.randn(128, 64)
-    runner, record = tuned(vendor(o3=O3), product, x, y)
+    runner, record = tuned(vendor(untiled=UNTILED), product, x, y)
     torch.testing.assert_close(runner(x, y)[0], product(x, y), rtol=1e-4, atol=1e-4)
     trials = by_name(record)
-    assert list(trials) == [DEFAULT, "o3"]
-    assert (trials[DEFAULT].flags, trials["o3"].flags) == (PLAIN, O3)
+    assert list(trials) == [DEFAULT, "untiled"]
+    assert (trials[DEFAULT].flags, trials["untiled"].flags) == (PLAIN, UNTILED)
     for trial in trials.values():
         assert trial.problem == ""
         assert min(trial.ms, trial.default_ms, trial.ratio) > 0
         assert trial.difference < 1e-5
-    assert trials["o3"].compile_ms > 0
+    assert trials["untiled"].compile_ms > 0
     assert record.level == "quick"
-    assert record.cost_ms > trials["o3"].compile_ms
+    assert record.cost_ms > trials["untiled"].compile_ms
     (executable,) = runner.executables.values()
     assert executable.artifact.flags == trials[record.winner].flags
     assert counts["tuned_regions"] == 1
@@ -103,7 +103,8 @@ def test_a_compiler_that_crashes_costs_a_candidate_only(
     tmp_path: Path, compile_function: Callable[..., Runner]
 ) -> None:
     (region,) = compile_function(torch.tanh, torch.randn(8)).plan.regions.values()
-    program, target, cache = Program.of(region), vendor(o3=O3).compile, ArtifactCache(tmp_path)
+    program, target = Program.of(region), vendor(untiled=UNTILED).compile
+    cache = ArtifactCache(tmp_path)
     plain = replace(compiler_for(Options()).builder, target=target, cache=cache)
     default = plain.program(program)
     fault = Fault("flow-to-vmfb", "abort", "aten.tanh.default")
@@ -111,7 +112,7 @@ def test_a_compiler_that_crashes_costs_a_candidate_only(
     tuning = Tuning(level="quick", measure=DeviceMeasure(NPU_LOCAL))
     entry = replace(plain, toolchain=toolchain, tuning=tuning).program(program)
     trials = by_name(TuningRecord.from_json(entry.tuning or {}))
-    assert "SIGABRT" in trials["o3"].problem
+    assert "SIGABRT" in trials["untiled"].problem
     assert (trials[DEFAULT].problem, entry.vmfb) == ("", default.vmfb)
 
 
@@ -212,7 +213,7 @@ def test_the_fastest_candidate_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compile_function: Callable[..., Runner]
 ) -> None:
     """Whatever is measured decides, and what it cost is won back after so many calls."""
-    target = vendor(slow=O3, fast=(*O3, "--iree-opt-data-tiling"))
+    target = vendor(slow=UNTILED, fast=(*UNTILED, "--iree-opt-data-tiling"))
 
     def measure(
         program: Program, modules: Mapping[str, Entry], level: str
