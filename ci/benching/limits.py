@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from npu_iree.device import DRIVER_FLAGS
 from npu_iree.profiling.tools import RUNNER, find_tool
 
 
@@ -60,6 +61,7 @@ def benchmark_module(folder: Path, seconds: float) -> float:
         f"--module={folder / 'model.vmfb'}",
         "--function=main",
         "--device=local-task",
+        *DRIVER_FLAGS["local-task"],
         *(f"--input=@{folder / f'input{i}.npy'}" for i in range(count)),
         "--benchmark_format=json",
         f"--benchmark_min_time={seconds}s",

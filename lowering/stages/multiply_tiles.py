@@ -26,7 +26,7 @@ _LEAST_HEIGHT = 13  # of a block: a tile takes as long with fewer rows
 _FEATURES = frozenset({"amx-tile", "amx-bf16", "avx512bw", "avx512dq"})
 # Of a product, where the unit is faster: what is taken apart is used often, and the loop is long.
 # The parts of a panel of the greatest depth are 960 KiB, half of the second cache of such CPUs.
-_LEAST_ROWS, _DEPTHS = 64, range(192, 5121, DEPTH)
+_LEAST_ROWS, _DEPTHS = 64, range(192, 5121)
 _LOCAL_MEMORY = "workgroup_local_memory"
 _ALIGNMENT = 64
 _SUMS = re.compile(rf"!llvm\.array<(\d+) x vector<{COLUMNS}xf32>>")
@@ -50,11 +50,12 @@ def multiply_tiles(module: Any, features: Collection[str]) -> None:
     that vectors take for the one; meanwhile, vectors take the next numbers apart.
 
     The loop that was there stays, for what the parts do not hold (infinities, very large and very
-    small numbers), and where the system does not lend the unit to the process.
+    small numbers), where the system does not lend the unit to the process, and for what is less
+    than a step of the unit.
 
     Before: for k in 0..K: sums[r] += %x[r, k] * %panel[k]                       for each row r
     After:  if multiply(&%x[0, 0], &%panel[0], &%block): sums[r] += %block[r]    for each row r
-            else as before
+            else as before; in both cases the rest, from K // 32 * 32 on, as before
 
     Args:
         module: as IREE's phase `executable-targets` leaves it, in the LLVM dialect.
@@ -338,7 +339,7 @@ def _add(loop: _Loop) -> str:
     return f"""
 func.func @add(%sums0: {sums}, %product: !llvm.ptr) -> ({sums}, i64) {{
   {body}
-  %end = llvm.mlir.constant({loop.depth} : i64) : i64
+  %end = llvm.mlir.constant({loop.depth // DEPTH * DEPTH} : i64) : i64
   return %sums{loop.height}, %end : {sums}, i64
 }}
 """

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lowering.dtypes import dtype_name
+from npu_iree.device import DRIVER_FLAGS
 from npu_iree.errors import NpuIreeError, TargetError
 from npu_iree.offline.declarations import DECLARED
 
@@ -71,7 +72,8 @@ def record_calls(
         _run(
             [
                 *(runner, f"--module={module}", f"--function={function}", f"--device={driver}"),
-                *(*bound, *inputs, f"--benchmark_min_time={calls}x"),
+                *(*DRIVER_FLAGS.get(driver.partition("://")[0], ()), *bound, *inputs),
+                f"--benchmark_min_time={calls}x",
                 *(f"--device_profiling_mode={_RECORDED}", f"--device_profiling_output={bundle}"),
             ],
             driver,

@@ -149,6 +149,7 @@ def test_products_read_both_factors_ahead(
         ("sapphirerapids", 128, 192, 1),
         ("sapphirerapids", 150, 192, 1),
         ("sapphirerapids", 1500, 224, 2),  # blocks of 32 rows, and those that are left
+        ("sapphirerapids", 128, 223, 1),  # no whole number of steps
         ("sapphirerapids", 128, 191, 0),
         ("sapphirerapids", 128, 5152, 0),
         ("sapphirerapids", 32, 192, 0),

@@ -20,6 +20,8 @@ SHAPES = [
     (128, 5120, 32),  # the deepest
     (600, 192, 64),  # more rows than a work item has
     (96, 208, 32),  # no whole number of steps
+    (250, 1500, 64),
+    (77, 193, 33),
     (64, 192, 33),  # no whole number of panels
 ]
 ROWS, DEPTH, COLUMNS = 70, 192, 64
