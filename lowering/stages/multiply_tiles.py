@@ -96,7 +96,7 @@ def _rewrite(function: Any, export: Any) -> set[int]:
     if loops:
         with ir.InsertionPoint.at_block_begin(entry):
             memory = put(_PREPARE, [entry.arguments[-1]])
-        parts = loops[0].depth // DEPTH * PARTS_BYTES
+        parts = loops[0].steps * PARTS_BYTES
         export.attributes[_LOCAL_MEMORY] = ir.IntegerAttr.get(
             ir.IndexType.get(), parts + _ALIGNMENT
         )
@@ -127,6 +127,11 @@ class _Loop:
     def height(self) -> int:
         """How many rows there are."""
         return len(self.rows)
+
+    @property
+    def steps(self) -> int:
+        """How many steps of the unit there are; less than one may be left over."""
+        return self.depth // DEPTH
 
     def rewrite(self, lent: Any, product: Any, parts: Any, state: Any) -> None:
         """Let the first step do all, if the unit can.
@@ -315,7 +320,7 @@ def _call(loop: _Loop) -> str:
 llvm.func @{name}{types}
 func.func @call(%rows: !llvm.ptr, %stride: i64, %panel: !llvm.ptr, %product: !llvm.ptr,
     %parts: !llvm.ptr, %state: !llvm.ptr) -> i1 {{
-  %steps = llvm.mlir.constant({loop.depth // DEPTH} : i64) : i64
+  %steps = llvm.mlir.constant({loop.steps} : i64) : i64
   %is_right = llvm.call @{name}(%rows, %stride, %panel, %steps, %product, %parts, %state)
       : {types}
   return %is_right : i1
@@ -339,7 +344,7 @@ def _add(loop: _Loop) -> str:
     return f"""
 func.func @add(%sums0: {sums}, %product: !llvm.ptr) -> ({sums}, i64) {{
   {body}
-  %end = llvm.mlir.constant({loop.depth // DEPTH * DEPTH} : i64) : i64
+  %end = llvm.mlir.constant({loop.steps * DEPTH} : i64) : i64
   return %sums{loop.height}, %end : {sums}, i64
 }}
 """

@@ -104,8 +104,8 @@ def add_in_lanes(module: Any) -> None:
     from iree.compiler import ir
 
     for op in [op for op in walk(module) if _BY_ROWS in op.attributes]:
-        rows, width = ir.RankedTensorType(op.operands[0].type).shape
         if _is_as_marked(op):
+            rows, width = ir.RankedTensorType(op.operands[0].type).shape
             replace_by(op, _write(_IN_LANES, rows, width), list(op.operands))
 
 
