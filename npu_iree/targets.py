@@ -117,7 +117,7 @@ _CPU: dict[str, Any] = {
     "flag_sets": _CPU_FLAG_SETS,
     "candidates": _CPU_CANDIDATES,
     "choices": _CPU_CHOICES,
-    "rewrites": ("broadcasts", "convolutions", "products"),
+    "rewrites": ("broadcasts", "channels_last", "convolutions", "products"),
 }
 
 NPU_LOCAL = Target(

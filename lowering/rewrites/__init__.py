@@ -6,23 +6,29 @@ whole, and a region that the cache has is not rewritten again.
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from lowering.nodes import takes_static_tensors
 from lowering.rewrites import broadcasts, convolutions, products
+from lowering.rewrites.channels_last import channels_last
 from lowering.rewrites.recorder import Recorder
 from lowering.rewrites.rule import Rule
 from lowering.target import CompileTarget
 
 # What a target lists in `CompileTarget.rewrites` -> op -> what it is rewritten by.
-REWRITES: Mapping[str, Mapping[Any, Rule]] = {
+RULES: Mapping[str, Mapping[Any, Rule]] = {
     "broadcasts": broadcasts.RULES,
     "convolutions": convolutions.RULES,
     "products": products.RULES,
+}
+# The same -> what rewrites a graph as a whole, after that.
+PASSES: Mapping[str, Callable[[fx.GraphModule], fx.GraphModule]] = {
+    "channels_last": channels_last,
 }
 
 
@@ -40,7 +46,13 @@ def rewrite(graph_module: fx.GraphModule, target: CompileTarget) -> fx.GraphModu
     Returns:
         A new graph, or the same one if there is nothing to rewrite.
     """
-    table = {op: rule for name in target.rewrites for op, rule in REWRITES[name].items()}
+    rewritten = _by_rules(graph_module, [RULES[name] for name in target.rewrites if name in RULES])
+    passes = [PASSES[name] for name in target.rewrites if name not in RULES]
+    return functools.reduce(lambda graph, rewrite_all: rewrite_all(graph), passes, rewritten)
+
+
+def _by_rules(graph_module: fx.GraphModule, rules: Sequence[Mapping[Any, Rule]]) -> fx.GraphModule:
+    table = {op: rule for of_kind in rules for op, rule in of_kind.items()}
     graph, values = fx.Graph(), dict[fx.Node, Any]()
     recorder, is_rewritten = Recorder(graph), False
     for node in graph_module.graph.nodes:

@@ -9,7 +9,6 @@ seventh of the FLOP/s of a product.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from lowering.decompositions.convolution import spread
 from lowering.decompositions.halves import widened
 from lowering.rewrites.rule import Rule
+from lowering.rewrites.windows import Window, to_first, to_last, windows
 from lowering.sizes import of_each
 
 aten = torch.ops.aten
@@ -44,18 +44,15 @@ def convolution(
     """Rewrite `aten.convolution` along one dimension, of some images, or of each channel by itself.
 
     Before: %y = convolution(%x, %w, %b, ...)          with %x of [N, C, L], %w of [F, C, K]
-    After:  %c = cat([slice(%x, 2, 0, ...), slice(%x, 2, 1, ...), ...], 1)       [N, K * C, M]
-            %y = matmul(view(permute(%w, [0, 2, 1]), [F, K * C]), %c) + view(%b, [F, 1])
+    After:  %p = permute(%x, [0, 2, 1]); %v = view(permute(%w, [0, 2, 1]), [F, K * C])
+            %c = cat([slice(%p, 1, 0, ...), slice(%p, 1, 1, ...), ...], -1)      [N, M, K * C]
+            %y = permute(view(mm(view(%c, [N * M, K * C]), permute(%v, [1, 0])), ...) + %b, ...)
 
-    Images are columns side by side. They are rewritten where the windows are of one element, or
-    next to each other, or the images are small:
+    Channels are last; what lies between two of them stays so (`lowering.rewrites.channels_last`).
+    Images are written so where the windows are of one element, or next to each other, or the
+    images are small. A channel by itself (`groups` is C and F) is a sum of products:
 
-    After:  %c = view(permute(cat([slice(%x, ...), ...], 1), [1, 0, 2, 3]), [K * C, N * M])
-            %y = permute(view(mm(view(permute(%w, ...), [F, K * C]), %c), [F, N, ...]), ...)
-
-    A channel by itself (`groups` is C and F) is a sum of products, without the copy:
-
-    After:  %y = slice(%x, 2, 0, ...) * %w[:, 0, 0] + slice(%x, 2, 1, ...) * %w[:, 0, 1] + ...
+    After:  %y = permute(slice(%p, 1, 0, ...) * %w[:, 0, 0] + slice(%p, 1, 1, ...) * ..., ...)
 
     Args:
         x: `[N, C, L]` or `[N, C, H, W]`, of floats; of float32, if it is images.
@@ -68,23 +65,19 @@ def convolution(
     """
     if transposed:
         return _UNCHANGED
-    window = weight.shape[2:], stride, padding, dilation
-    wide, wide_weight, is_small = widened(x), widened(weight), _is_small(x, weight)
+    window = Window.of(x.dim() - 2, weight.shape[2:], stride, padding, dilation)
+    is_small = _is_small(x, weight)
+    last = widened(x).permute(to_last(x.dim()))
+    y = _UNCHANGED
     if is_small and groups == x.shape[1] == weight.shape[0] and x.dim() < 5:
-        y = _by_channel(_windows(wide, *window), wide_weight)
-    elif is_small and groups == 1 and x.dim() == 3:
-        y = _product(_windows(wide, *window), wide_weight)
-    elif groups == 1 and _is_images(x, weight):
-        columns = _columns(x, *window)
-        if columns is None:
-            return _UNCHANGED
-        y = torch.mm(_rows(weight.flatten(2)), columns.flatten(1))
-        y = y.view(-1, *columns.shape[1:]).transpose(0, 1)
-    else:
-        return _UNCHANGED
+        y = _by_channel(last, widened(weight), window)
+    elif groups == 1 and ((is_small and x.dim() == 3) or _is_images(x, weight)):
+        y = _product(last, widened(weight), window)
+    if y is _UNCHANGED:
+        return y
     if bias is not None:
-        y = y + bias.to(y.dtype).view(-1, *[1] * (x.dim() - 2))
-    return y.to(x.dtype)
+        y = y + bias.to(y.dtype)
+    return y.permute(to_first(x.dim())).to(x.dtype)
 
 
 def convolution_backward(
@@ -119,9 +112,9 @@ def convolution_backward(
         parts = [columns.narrow(1, i * channels, channels) for i in range(places)]
         of_x = _put_back(parts, x.shape[2], stride, padding, dilation).to(kinds[0])
     if output_mask[1]:
-        pieces = _windows(x, [places], stride, padding, dilation)
-        columns = torch.cat(pieces, 1).transpose(0, 1).reshape(places * channels, -1)
-        whole = torch.mm(gradient.transpose(0, 1).reshape(features, -1), columns.t())
+        window = Window.of(1, [places], stride, padding, dilation)
+        seen = torch.cat(windows(x.transpose(1, 2), window), -1).flatten(0, 1)
+        whole = torch.mm(gradient.transpose(0, 1).reshape(features, -1), seen)
         of_weight = whole.view(features, places, channels).permute(0, 2, 1).to(kinds[1])
     if output_mask[2]:
         of_bias = gradient.sum([0, 2]).to(kinds[1])
@@ -139,49 +132,37 @@ def _is_images(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.dim() == 4 and x.dtype == torch.float32 and 0 not in (*x.shape, *weight.shape)
 
 
-def _columns(
-    x: torch.Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> torch.Tensor | None:
-    """Give what the windows of images see, `[K * C, N, ...]`; None where that gains nothing."""
-    count, channels, height, width = x.shape
-    steps, pads, apart = (of_each(v, 2) for v in (stride, padding, dilation))
+def _product(x: torch.Tensor, weight: torch.Tensor, window: Window) -> Any:
+    """Multiply what the windows see, `[N, ..., K * C]`; not where that gains nothing."""
+    count, *sizes, channels = x.shape
+    kernel, stride, padding, dilation = window
     places = math.prod(kernel)
-    if places > 1 and steps == [*kernel] and not any(pads) and apart == [1, 1]:
-        rows, columns = height // steps[0], width // steps[1]
-        whole = x.narrow(2, 0, rows * steps[0]).narrow(3, 0, columns * steps[1])
-        tiles = whole.reshape(count, channels, rows, steps[0], columns, steps[1])
-        return tiles.permute(3, 5, 1, 0, 2, 4).reshape(-1, count, rows, columns)
-    if places == 1 or (height * width <= _SMALL_IMAGE and places <= _MOST_PLACES):
-        pieces = _windows(x, kernel, stride, padding, dilation)
-        return torch.cat(pieces, 1).transpose(0, 1)
-    return None
+    are_apart = [*stride] == [*kernel] and not any(padding) and {*dilation} == {1}
+    if len(sizes) == 2 and places > 1 and are_apart:
+        (rows, columns), (height, width) = (
+            (n // s for n, s in zip(sizes, stride, strict=True)),
+            stride,
+        )
+        whole = x.narrow(1, 0, rows * height).narrow(2, 0, columns * width)
+        tiles = whole.reshape(count, rows, height, columns, width, channels)
+        seen = tiles.transpose(2, 3).reshape(count, rows, columns, places * channels)
+    elif (
+        len(sizes) == 1
+        or places == 1
+        or (math.prod(sizes) <= _SMALL_IMAGE and places <= _MOST_PLACES)
+    ):
+        seen = torch.cat(windows(x, window), -1)
+    else:
+        return _UNCHANGED
+    y = torch.mm(seen.flatten(0, -2), _rows(weight.flatten(2)).t())
+    return y.view(*seen.shape[:-1], -1)
 
 
-def _windows(
-    x: torch.Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> list[torch.Tensor]:
-    """Give for each place of a window what is there, wherever it stands: `[N, C, ...]` each."""
-    rank = x.dim() - 2
-    steps, pads, apart = (of_each(v, rank) for v in (stride, padding, dilation))
-    amounts = [amount for pad in reversed(pads) for amount in (pad, pad)]
-    padded = aten.constant_pad_nd.default(x, amounts, 0) if any(pads) else x
-    pieces = []
-    for place in itertools.product(*map(range, kernel)):
-        piece = padded
-        for d in range(rank):
-            start = apart[d] * place[d]
-            end = start + padded.shape[2 + d] - apart[d] * (kernel[d] - 1)
-            piece = aten.slice.Tensor(piece, 2 + d, start, end, steps[d])
-        pieces.append(piece)
-    return pieces
+def _by_channel(x: torch.Tensor, weight: torch.Tensor, window: Window) -> torch.Tensor:
+    # Rows of one place each, which vectors read.
+    places = weight.flatten(1).t().contiguous().unbind(0)
+    products = [piece * place for piece, place in zip(windows(x, window), places, strict=True)]
+    return functools.reduce(torch.add, products)
 
 
 def _put_back(
@@ -208,20 +189,6 @@ def _put_back(
 def _rows(weight: torch.Tensor) -> torch.Tensor:
     """Lay out a weight as the rows of a product, `[F, K * C]`."""
     return weight.permute(0, 2, 1).reshape(weight.shape[0], -1)
-
-
-def _product(pieces: Sequence[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
-    columns = torch.cat(list(pieces), 1)
-    if columns.shape[0] == 1:
-        return torch.mm(_rows(weight), columns[0]).unsqueeze(0)
-    return torch.matmul(_rows(weight), columns)
-
-
-def _by_channel(pieces: Sequence[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
-    sizes = -1, *[1] * (weight.dim() - 2)
-    places = weight.flatten(1).unbind(1)
-    products = [p * w.view(sizes) for p, w in zip(pieces, places, strict=True)]
-    return functools.reduce(torch.add, products)
 
 
 RULES: Mapping[Any, Rule] = {

@@ -105,13 +105,17 @@ def read_in_panels(function: Any, features: Collection[str]) -> None:
     if block is None:
         return
     tiles = has_tiles(features)
-    products = set[Any]()
+    computed = set[Any]()  # by products, or of what they compute
     for op in list(function.regions[0].blocks[0].operations):
         if (product := _product_of(op, block, tiles=tiles)) is not None:
-            products.add(replace_by(op, product.text(), product.arguments).owner)
-        elif op.operation.name == "linalg.transpose" and _is_product(op.operands[0], products):
+            computed.add(replace_by(op, product.text(), product.arguments))
+        elif not any(operand in computed for operand in op.operands):
+            continue
+        elif op.operation.name == "linalg.transpose":
             with ir.InsertionPoint(op):
                 op.operation.operands[0] = behind_barrier(op.operands[0])
+        elif op.operation.name in _SHAPES or _is_elementwise(op.operation):
+            computed.update(op.results)
 
 
 @dataclass(frozen=True)
@@ -249,11 +253,10 @@ def _is_weight(value: Any) -> bool:
     return getattr(value.owner, "name", "") == "util.global.load"
 
 
-def _is_product(value: Any, products: Collection[Any]) -> bool:
-    """Say whether a value is one of some products, in any shape."""
-    while value.owner not in products and getattr(value.owner, "name", "") in _SHAPES:
-        value = value.owner.operands[0]
-    return value.owner in products
+def _is_elementwise(op: Any) -> bool:
+    """Say whether an op computes each number of its result by itself."""
+    kinds = op.attributes["iterator_types"] if op.name == "linalg.generic" else ()
+    return bool(kinds) and all("parallel" in str(kind) for kind in kinds)
 
 
 def work_item(m: int, panels: int, stack: int, rows: int) -> tuple[int, int]:

@@ -230,14 +230,16 @@ def test_weights_are_padded_to_whole_panels_for_the_matrix_unit(
     assert count(rf"into tensor<70x{panels * 32}xf32>", text) == int(panels > 0)
 
 
+@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("columns", [64, 63])
 def test_what_transposes_a_product_in_panels_is_a_program_of_its_own(
-    lowered: Lower, columns: int
+    lowered: Lower, columns: int, has_bias: bool
 ) -> None:
-    ir = lowered(
-        lambda x, w: torch.relu(torch.nn.functional.linear(x, w).view(1, 24, columns).mT),
-        torch.zeros(24, 40), torch.zeros(columns, 40),
-    )  # fmt: skip
+    def network(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.linear(x, weight, bias if has_bias else None)
+        return y.view(1, 24, columns).mT.flatten(1)
+
+    ir = lowered(network, torch.zeros(24, 40), torch.zeros(columns, 40), torch.zeros(columns))
     options = CompileOptions(flags=NPU_LOCAL.compile.flag_sets[0])
     with IreeSession(options) as session:
         module = session.parse(ir["torch-to-linalg"])

@@ -13,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.functional import pad
 
 from lowering.capture import capture_aot
 from lowering.decompositions import decomposition_table
@@ -203,6 +204,75 @@ def test_small_tensors_are_moved_instead_where_that_is_less(
     rewritten = rewrite(graph_of(function, *tensors), TARGET)
     assert (largest_move(rewritten) <= width) == is_rewritten
     assert_same(rewritten(*tensors), function(*tensors))
+
+
+def images_permuted(graph_module: fx.GraphModule) -> int:
+    nodes = [n for n in graph_module.graph.nodes if n.target is aten.permute.default]
+    images = [n.meta["val"] for n in nodes if n.meta["val"].ndim == 4]
+    return sum(image.shape.numel() > max(image.shape) for image in images)
+
+
+Tensors = tuple[torch.Tensor, ...]
+# Between two convolutions: of an image [N, 6, H, W], what broadcasts to it, and another image.
+STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "batch_norm": lambda x, c, y: (x - c.view(-1, 1, 1)) * c.view(1, -1, 1, 1),
+    "relu": lambda x, c, y: x.clamp(0, 6),
+    "gelu": lambda x, c, y: torch.nn.functional.gelu(x, approximate="tanh"),
+    "where": lambda x, c, y: torch.where(x > c[0], x, y),
+    "residual": lambda x, c, y: torch.add(x, y, alpha=2),
+    "by_width": lambda x, c, y: x * x.mean([0, 1, 2]),
+    "squeezed": lambda x, c, y: x * x.mean([2, 3], keepdim=True).sigmoid(),
+    "max_pool": lambda x, c, y: torch.max_pool2d(x, 3, 1, 1),
+    "wide_pool": lambda x, c, y: torch.max_pool2d(pad(x, (1, 1)), (1, 3), 1, (0, 1), (1, 2)),
+    "pad": lambda x, c, y: pad(x, (1, 0, 2, -1), value=0.5)[..., 1:, 1:],
+    "cat": lambda x, c, y: torch.cat([x[:, 3:], y[:, :3]], 1),
+    "by_channel": lambda x, c, y: torch.conv2d(x, c.view(6, 1, 1, 1), padding=0, groups=6),
+    "flat": lambda x, c, y: (x.flatten(2) + c.view(-1, 1)).view(x.shape),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_between_convolutions_channels_stay_last(step: str) -> None:
+    x, c = torch.randn(2, 3, 5, 7), torch.randn(6)
+    one, two = torch.randn(6, 3, 1, 1), torch.randn(4, 6, 1, 1)
+
+    def network(x: torch.Tensor, c: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        y = torch.conv2d(x, weights[0])
+        return torch.conv2d(STEPS[step](y, c, y + 1), weights[1]).mean((2, 3))
+
+    rewritten = rewrite(graph_of(network, x, c, one, two), TARGET)
+    assert images_permuted(rewritten) == 1  # what is given
+    torch.testing.assert_close(rewritten(x, c, one, two), network(x, c, one, two))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from(sorted(STEPS)), max_size=5), st.booleans(), st.data())
+def test_channels_last_in_any_order(steps: list[str], is_output: bool, data: st.DataObject) -> None:
+    count, height, width = (data.draw(st.integers(1, 6)) for _ in range(3))
+    height, width = height + 2, width + 2
+    tensors = torch.randn(count, 3, height, width), torch.randn(6), torch.randn(6, 3, 1, 1)
+
+    def network(x: torch.Tensor, c: torch.Tensor, weight: torch.Tensor) -> Tensors:
+        y = other = torch.conv2d(x, weight)
+        for step in steps:
+            y, other = STEPS[step](y, c, other), y
+        return (y, other.transpose(1, 3)) if is_output else (y.sum((2, 3)), y.mT.relu())
+
+    rewritten = rewrite(graph_of(network, *tensors), TARGET)
+    torch.testing.assert_close(rewritten(*tensors), network(*tensors))
+
+
+def test_a_pool_finds_nan_and_infinity_wherever_channels_are() -> None:
+    x = torch.randn(1, 3, 9, 9)
+    x[0, 0, 4, 4], x[0, 1], x[0, 2, 0, 0] = float("nan"), -float("inf"), float("inf")
+    eye = torch.eye(3).view(3, 3, 1, 1)
+
+    def network(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.max_pool2d(x.permute(0, 2, 3, 1).permute(0, 3, 1, 2), 3, 2, 1)
+
+    rewritten = rewrite(graph_of(network, x, eye), TARGET)
+    assert "aten.max_pool2d_with_indices.default" not in ops(rewritten)
+    assert_same(rewritten(x, eye), network(x, eye))
 
 
 def test_a_target_lists_its_rewrites() -> None:
