@@ -6,6 +6,7 @@ import itertools
 
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.bind_functions import add_bind_functions
+from lowering.stages.block_convolutions import block_convolutions
 from lowering.stages.iree_session import DATA_TILING, IreeSession
 from lowering.stages.multiply_tiles import multiply_tiles
 from lowering.stages.read_ahead import read_ahead
@@ -41,7 +42,10 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
         begin = "flow"
         if DATA_TILING in options.flags:
             features = session.features()
-            session.compile(module, begin=begin, end="executable-targets")
+            session.compile(module, begin=begin, end="executable-configurations")
+            with session.context:
+                block_convolutions(module, features)
+            session.compile(module, begin="executable-configurations", end="executable-targets")
             with session.context:
                 multiply_tiles(module, features)
                 read_ahead(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import platform
 import re
 from collections.abc import Collection, Sequence
@@ -22,13 +23,14 @@ from lowering.stages.tile_functions import (
     multiply_function,
 )
 
-_LEAST_HEIGHT = 13  # of a block: a tile takes as long with fewer rows
+LEAST_HEIGHT = 13  # of a block: a tile takes as long with fewer rows
 _FEATURES = frozenset({"amx-tile", "amx-bf16", "avx512bw", "avx512dq"})
 # Of a product, where the unit is faster: what is taken apart is used often, and the loop is long.
 # The parts of a panel of the greatest depth are 960 KiB, half of the second cache of such CPUs.
-_LEAST_ROWS, _DEPTHS = 64, range(192, 5121)
+_LEAST_ROWS, _DEPTHS = 48, range(192, 5121)
 _LOCAL_MEMORY = "workgroup_local_memory"
 _ALIGNMENT = 64
+_EFFECTS = ("llvm.call", "llvm.store")
 _SUMS = re.compile(rf"!llvm\.array<(\d+) x vector<{COLUMNS}xf32>>")
 
 
@@ -52,6 +54,9 @@ def multiply_tiles(module: Any, features: Collection[str]) -> None:
     The loop that was there stays, for what the parts do not hold (infinities, very large and very
     small numbers), where the system does not lend the unit to the process, and for what is less
     than a step of the unit.
+
+    A convolution (`lowering.stages.block_convolutions`) adds up the same in three loops; the unit
+    does all of them at once, where they read the panel without gaps.
 
     Before: for k in 0..K: sums[r] += %x[r, k] * %panel[k]                       for each row r
     After:  if multiply(&%x[0, 0], &%panel[0], &%block): sums[r] += %block[r]    for each row r
@@ -90,7 +95,11 @@ def _rewrite(function: Any, export: Any) -> set[int]:
     from iree.compiler import ir
 
     entry, *blocks = function.regions[0].blocks
-    loops = [loop for block in blocks if (loop := _loop_at(block)) is not None]
+    loops = list[_Loop]()
+    for block in blocks:
+        is_inside = any(block == level.header for loop in loops for level in loop.levels)
+        if not is_inside and (loop := _loop_at(block)) is not None:
+            loops.append(loop)
     if len({loop.depth for loop in loops}) > 1:  # whose parts would be in one another's way
         return set()
     if loops:
@@ -106,20 +115,33 @@ def _rewrite(function: Any, export: Any) -> set[int]:
 
 
 @dataclass(frozen=True)
-class _Loop:
-    """The loop that adds up one block of a product.
+class _Level:
+    """A loop.
 
     Attributes:
         header: its block of `(k, sums)`, which ends it or goes on to `body`.
-        body: the block that adds.
-        depth: how often.
-        rows: pointers to what it reads of each row.
-        panel: a pointer to what it reads of the panel.
+        body: the block that adds, or goes on to the loop inside; may be the header itself.
+        count: how often.
+        begin: what the first `k` is; None of the outermost.
     """
 
     header: Any
     body: Any
-    depth: int
+    count: int
+    begin: Any = None
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """The loops that add up one block of a product, each inside the one before.
+
+    Attributes:
+        levels: the loops.
+        rows: pointers to what is read of each row.
+        panel: a pointer to what is read of the panel.
+    """
+
+    levels: Sequence[_Level]
     rows: Sequence[Any]
     panel: Any
 
@@ -129,9 +151,24 @@ class _Loop:
         return len(self.rows)
 
     @property
+    def counts(self) -> list[int]:
+        """How often each loop goes on."""
+        return [level.count for level in self.levels]
+
+    @property
+    def depth(self) -> int:
+        """How many numbers are added up."""
+        return math.prod(self.counts)
+
+    @property
     def steps(self) -> int:
-        """How many steps of the unit there are; less than one may be left over."""
+        """How many steps of the unit there are; less than one may be left over of a single loop."""
         return self.depth // DEPTH
+
+    @property
+    def run(self) -> int:
+        """After how many steps the rows go on elsewhere."""
+        return math.prod(self.counts[1:]) // DEPTH if len(self.levels) > 1 else self.steps
 
     def rewrite(self, lent: Any, product: Any, parts: Any, state: Any) -> None:
         """Let the first step do all, if the unit can.
@@ -144,54 +181,110 @@ class _Loop:
         """
         from iree.compiler import ir
 
-        k, sums = self.header.arguments
-        (*_, end) = self.header.operations
-        attempt, call, done = (self.body.create_before() for _ in range(3))
-        with ir.InsertionPoint(end):
-            _branch(end.operands[0], attempt, end.operation.successors[1])
-        end.operation.erase()
+        outer, *inner = self.levels
+        k, sums = outer.header.arguments
+        attempt, others = _go_on_elsewhere(outer.header)
+        call, done = (others.create_before() for _ in range(2))
         with ir.InsertionPoint(attempt):
-            (next_k,) = put(_NEXT, [k])
-            here, there = ({k: index} for index in (k, next_k))
-            rows = [_copy(row, self.body, here) for row in self.rows]
-            panel = _copy(self.panel, self.body, here)
-            ahead = [_copy(p, self.body, there) for p in (self.rows[0], self.panel)]
-            can, stride = put(_can(self.height), [k, lent, panel, *ahead, *rows])
-            _branch(can, call, self.body)
+            begin = {k: k} | {level.header.arguments[0]: level.begin for level in inner}
+            first = dict(begin)
+            rows = [self._copy(row, first) for row in self.rows]
+            panel = self._copy(self.panel, first)
+            ahead = list[Any]()
+            for level in self.levels:
+                here = level.header.arguments[0]
+                (then,) = put(_NEXT, [begin[here]])
+                there = {**begin, here: then}
+                ahead += [self._copy(pointer, there) for pointer in (self.rows[0], self.panel)]
+            can, *strides = put(_can(self), [k, lent, panel, *ahead, *rows])
+            _branch(can, call, others)
         with ir.InsertionPoint(call):
-            (is_right,) = put(_call(self), [rows[0], stride, panel, product, parts, state])
-            _branch(is_right, done, self.body)
+            given = [rows[0], panel, product, parts, state, *strides]
+            (is_right,) = put(_call(self), given)
+            _branch(is_right, done, others)
         with ir.InsertionPoint(done):
             sums, last = put(_add(self), [sums, product])
-            ir.Operation.create("llvm.br", operands=[last, sums], successors=[self.header])
+            ir.Operation.create("llvm.br", operands=[last, sums], successors=[outer.header])
+
+    def _copy(self, value: Any, copies: dict[Any, Any]) -> Any:
+        """Compute a value of the loops again, at the insertion point, from those in `copies`."""
+        from iree.compiler import ir
+
+        if value not in copies:
+            owner = value.owner
+            is_inside = not isinstance(owner, ir.Block) and any(
+                owner.operation.block == level.body for level in self.levels
+            )
+            if not is_inside:
+                return value
+            operands = [self._copy(operand, copies) for operand in owner.operands]
+            copy = owner.operation.clone()
+            for i, operand in enumerate(operands):
+                copy.operands[i] = operand
+            copies[value] = copy.results[0]
+        return copies[value]
 
 
 def _loop_at(header: Any) -> _Loop | None:
-    """Return the loop that a block is the header of; None if it is not one of a product."""
+    """Return the loops that a block is the header of; None if they are not those of a product."""
     from iree.compiler import ir
 
-    if len(header.arguments) != 2 or not (kind := _SUMS.fullmatch(str(header.arguments[1].type))):
+    levels = _levels_at(header)
+    if levels is None:
         return None
-    k, sums = header.arguments
-    (*_, end) = header.operations
-    if end.operation.name != "llvm.cond_br" or len(end.operands) != 1:
-        return None
-    test = end.operands[0].owner
-    if test.name != "llvm.icmp" or test.operands[0] != k:
-        return None
-    depth = _constant(test.operands[1])
-    body = end.operation.successors[0]
+    sums, body = levels[-1].header.arguments[1], levels[-1].body
+    kind = _SUMS.fullmatch(str(sums.type))
     loads = [op.operation for op in body.operations if op.operation.name == "llvm.load"]
     panels = [op for op in loads if str(op.results[0].type) == f"vector<{COLUMNS}xf32>"]
     rows = [op for op in loads if isinstance(op.results[0].type, ir.F32Type)]
-    height = int(kind[1])
-    if depth is None or depth not in _DEPTHS or not _LEAST_HEIGHT <= height <= ROWS:
-        return None
-    if len(panels) != 1 or len(rows) != height or len(loads) != height + 1:
+    if kind is None or len(panels) != 1 or not len(rows) == int(kind[1]) == len(loads) - 1:
         return None
     if not all(_is_added(row, panels[0], sums, i) for i, row in enumerate(rows)):
         return None
-    return _Loop(header, body, depth, [row.operands[0] for row in rows], panels[0].operands[0])
+    loop = _Loop(levels, [row.operands[0] for row in rows], panels[0].operands[0])
+    is_whole = len(levels) == 1 or math.prod(loop.counts[1:]) % DEPTH == 0
+    is_suitable = loop.depth in _DEPTHS and LEAST_HEIGHT <= loop.height <= ROWS
+    return loop if is_whole and is_suitable else None
+
+
+def _levels_at(header: Any, begin: Any = None) -> list[_Level] | None:
+    """Return the loop that a block is the header of, and those inside; None if it is of none."""
+    if len(header.arguments) != 2:
+        return None
+    k, sums = header.arguments
+    (*_, end) = header.operations
+    if end.operation.name != "llvm.cond_br":
+        return None
+    test = end.operands[0].owner
+    count = _constant(test.operands[1]) if test.name == "llvm.icmp" else None
+    if count is None or test.operands[0] != k:
+        return None
+    body = header if len(end.operands) > 1 else _successors(end)[0]
+    level = _Level(header, body, count, begin)
+    (*before, on) = body.operations
+    if any(op.operation.name in _EFFECTS for op in before):
+        return None
+    if on.operation.name == "llvm.br" and on.operation.successors[0] == header:
+        return [level] if _is_next(on.operands[0], k) else None
+    inside, given = _successors(on)[0], list(on.operands)[-2:]
+    if len(given) < 2 or given[1] != sums or _constant(given[0]) != 0:
+        return None
+    levels = _levels_at(inside, given[0])
+    if levels is None:
+        return None
+    (*_, leave) = inside.operations
+    (*before, back) = leave.operation.successors[1].operations
+    is_back = back.operation.name == "llvm.br" and back.operation.successors[0] == header
+    if not is_back or any(op.operation.name in _EFFECTS for op in before):
+        return None
+    is_same = _is_next(back.operands[0], k) and back.operands[1] == inside.arguments[1]
+    return [level, *levels] if is_same else None
+
+
+def _is_next(value: Any, k: Any) -> bool:
+    owner = value.owner
+    is_sum = getattr(owner, "name", "") == "llvm.add" and owner.operands[0] == k
+    return is_sum and _constant(owner.operands[1]) == 1
 
 
 def _is_added(row: Any, panel: Any, sums: Any, index: int) -> bool:
@@ -219,20 +312,29 @@ def _constant(value: Any) -> int | None:
     return owner.attributes["value"].value if is_constant else None
 
 
-def _copy(value: Any, block: Any, copies: dict[Any, Any]) -> Any:
-    """Compute a value of a block again at the insertion point; `copies` are those there are."""
+def _successors(op: Any) -> list[Any]:
+    """Return the blocks that an op goes on to, such that they outlive it."""
+    blocks = list(op.operation.block.region.blocks)
+    return [block for one in op.operation.successors for block in blocks if block == one]
+
+
+def _go_on_elsewhere(header: Any) -> tuple[Any, Any]:
+    """Have a loop go on to a new block; return that, and another new one, which goes on as before.
+
+    Nothing refers to the old end when this returns: another op may take its place in memory, which
+    the bindings would take for the one that is erased.
+    """
     from iree.compiler import ir
 
-    if value not in copies:
-        owner = value.owner
-        if isinstance(owner, ir.Block) or owner.operation.block != block:
-            return value
-        operands = [_copy(operand, block, copies) for operand in owner.operands]
-        copy = owner.operation.clone()
-        for i, operand in enumerate(operands):
-            copy.operands[i] = operand
-        copies[value] = copy.results[0]
-    return copies[value]
+    (*_, end) = header.operations
+    body, leave = _successors(end)
+    attempt, others = (body.create_before() for _ in range(2))
+    with ir.InsertionPoint(others):
+        ir.Operation.create("llvm.br", operands=list(end.operands)[1:], successors=[body])
+    with ir.InsertionPoint(end):
+        _branch(end.operands[0], attempt, leave)
+    end.operation.erase()
+    return attempt, others
 
 
 def _branch(condition: Any, one: Any, other: Any) -> None:
@@ -278,57 +380,83 @@ func.func @next(%k: i64) -> i64 {
 """
 
 
-def _can(height: int) -> str:
-    """Write what says whether a loop is at its beginning, and reads as the unit is to.
+def _can(loop: _Loop) -> str:
+    """Write what says whether loops are at their beginning, and read as the unit is to.
 
-    Where that is known when the code is compiled, and it is, nothing is left of the second.
+    It returns that, how many bytes there are from row to row, and from row to row of the panel, and
+    how many more where the rows go on elsewhere. Where these are known when the code is compiled,
+    nothing is left of it.
     """
-    names = [f"%row{r}" for r in range(height)]
-    lines = []
-    pairs = [("%panel", "%panel_next", "%width"), (names[0], "%row_next", "%size")]
-    pairs += [(one, other, "%stride") for one, other in itertools.pairwise(names)]
-    for i, (one, other, distance) in enumerate(pairs):
-        lines += [
-            f"%from{i} = llvm.ptrtoint {one} : !llvm.ptr to i64",
-            f"%to{i} = llvm.ptrtoint {other} : !llvm.ptr to i64",
-            f"%distance{i} = llvm.sub %to{i}, %from{i} : i64",
-            f'%is{i} = llvm.icmp "eq" %distance{i}, {distance} : i64',
-            f"%can{i + 1} = llvm.and %can{i}, %is{i} : i1",
-        ]
+    names = [f"%row{r}" for r in range(loop.height)]
+    ahead = [(f"%row_next{i}", f"%panel_next{i}") for i, _ in enumerate(loop.levels)]
+    lines, checks = list[str](), list[tuple[str, str]]()
+
+    def distance(one: str, other: str) -> str:
+        name = f"%distance{len(lines)}"
+        lines.extend(
+            [
+                f"%from{name[1:]} = llvm.ptrtoint {one} : !llvm.ptr to i64",
+                f"%to{name[1:]} = llvm.ptrtoint {other} : !llvm.ptr to i64",
+                f"{name} = llvm.sub %to{name[1:]}, %from{name[1:]} : i64",
+            ]
+        )
+        return name
+
+    def times(value: str, count: int) -> str:
+        name = f"%times{len(lines)}"
+        lines.append(f"%by{name[1:]} = llvm.mlir.constant({count} : i64) : i64")
+        lines.append(f"{name} = llvm.mul {value}, %by{name[1:]} : i64")
+        return name
+
+    stride = distance(names[0], names[1])
+    checks += [(distance(one, other), stride) for one, other in itertools.pairwise(names[1:])]
+    width = distance("%panel", ahead[-1][1])
+    for i, (row_next, panel_next) in enumerate(ahead):
+        inside = math.prod(loop.counts[i + 1 :])
+        checks.append((distance("%panel", panel_next), times(width, inside)))
+        if i > 0 or len(ahead) == 1:
+            checks.append((distance(names[0], row_next), times("%size", inside)))
+    jump = "%zero"
+    if len(ahead) > 1:
+        jump = "%jump"
+        on, run = distance(names[0], ahead[0][0]), times("%size", loop.run * DEPTH)
+        lines.append(f"%jump = llvm.sub {on}, {run} : i64")
+    for i, (one, other) in enumerate(checks):
+        lines.append(f'%is{i} = llvm.icmp "eq" {one}, {other} : i64')
+        lines.append(f"%can{i + 1} = llvm.and %can{i}, %is{i} : i1")
+    pointers = ["%panel", *itertools.chain(*ahead), *names]
     body = "\n  ".join(lines)
     return f"""
-func.func @can(%k: i64, %lent: i1, %panel: !llvm.ptr, %row_next: !llvm.ptr, %panel_next: !llvm.ptr,
-    {", ".join(f"{name}: !llvm.ptr" for name in names)}) -> (i1, i64) {{
+func.func @can(%k: i64, %lent: i1, {", ".join(f"{name}: !llvm.ptr" for name in pointers)})
+    -> (i1, i64, i64, i64) {{
   %zero = llvm.mlir.constant(0 : i64) : i64
-  %width = llvm.mlir.constant({COLUMNS * 4} : i64) : i64
   %size = llvm.mlir.constant(4 : i64) : i64
-  %first = llvm.ptrtoint {names[0]} : !llvm.ptr to i64
-  %second = llvm.ptrtoint {names[1]} : !llvm.ptr to i64
-  %stride = llvm.sub %second, %first : i64
   %is_begin = llvm.icmp "eq" %k, %zero : i64
   %can0 = llvm.and %is_begin, %lent : i1
   {body}
-  return %can{len(pairs)}, %stride : i1, i64
+  return %can{len(checks)}, {stride}, {width}, {jump} : i1, i64, i64, i64
 }}
 """
 
 
 def _call(loop: _Loop) -> str:
     name = multiply_function(loop.height)
-    types = "(!llvm.ptr, i64, !llvm.ptr, i64, !llvm.ptr, !llvm.ptr, !llvm.ptr) -> i1"
+    types = "(!llvm.ptr, i64, !llvm.ptr, i64, i64, i64, i64, !llvm.ptr, !llvm.ptr, !llvm.ptr) -> i1"
     return f"""
 llvm.func @{name}{types}
-func.func @call(%rows: !llvm.ptr, %stride: i64, %panel: !llvm.ptr, %product: !llvm.ptr,
-    %parts: !llvm.ptr, %state: !llvm.ptr) -> i1 {{
+func.func @call(%rows: !llvm.ptr, %panel: !llvm.ptr, %product: !llvm.ptr, %parts: !llvm.ptr,
+    %state: !llvm.ptr, %stride: i64, %width: i64, %jump: i64) -> i1 {{
   %steps = llvm.mlir.constant({loop.steps} : i64) : i64
-  %is_right = llvm.call @{name}(%rows, %stride, %panel, %steps, %product, %parts, %state)
-      : {types}
+  %run = llvm.mlir.constant({loop.run} : i64) : i64
+  %is_right = llvm.call @{name}(%rows, %stride, %panel, %width, %steps, %run, %jump, %product,
+      %parts, %state) : {types}
   return %is_right : i1
 }}
 """
 
 
 def _add(loop: _Loop) -> str:
+    end = loop.steps * DEPTH if len(loop.levels) == 1 else loop.counts[0]
     vector = f"vector<{COLUMNS}xf32>"
     sums = f"!llvm.array<{loop.height} x {vector}>"
     lines = []
@@ -344,7 +472,7 @@ def _add(loop: _Loop) -> str:
     return f"""
 func.func @add(%sums0: {sums}, %product: !llvm.ptr) -> ({sums}, i64) {{
   {body}
-  %end = llvm.mlir.constant({loop.steps * DEPTH} : i64) : i64
+  %end = llvm.mlir.constant({end} : i64) : i64
   return %sums{loop.height}, %end : {sums}, i64
 }}
 """

@@ -268,12 +268,20 @@ def work_item(m: int, panels: int, stack: int, rows: int) -> tuple[int, int]:
         item_rows = divisors[-1]
     heights = [min(item_rows, m - top) for top in range(0, m, item_rows)]
 
-    def unevenness(item: int) -> float:
+    def uneven(item: int) -> float:
         widths = [min(item, panels - left) for left in range(0, panels, item)]
-        items = [height * width for _ in range(stack) for height in heights for width in widths]
-        return round(sum(_longest(items, w) * w / sum(items) for w in _WORKERS), 2)
+        return unevenness([h * w for _ in range(stack) for h in heights for w in widths])
 
-    return item_rows, min(range(1, min(panels, _MOST_PANELS) + 1), key=unevenness)
+    return item_rows, min(range(1, min(panels, _MOST_PANELS) + 1), key=uneven)
+
+
+def unevenness(items: Sequence[int]) -> float:
+    """Say how long the busiest worker works, for several numbers of them: the least is best.
+
+    Args:
+        items: how long each work item takes, in the order in which they are handed out.
+    """
+    return round(sum(_longest(items, w) * w / sum(items) for w in _WORKERS), 2)
 
 
 def _longest(items: Sequence[int], workers: int) -> int:

@@ -30,7 +30,7 @@ _MAGNITUDE_BITS = 0x7FFFFFFF
 _HIGH_BITS = 0xFFFF0000
 
 _F16, _I32 = "vector<16xf32>", "vector<16xi32>"
-_CARRIED = f"i64, {', '.join(['!llvm.ptr'] * 6)}, {_F16}"  # from step to step
+_CARRIED = f"i64, i64, {', '.join(['!llvm.ptr'] * 6)}, {_F16}"  # from step to step
 _CONFIG = "npu_iree.tile_shapes"
 # Of 8 tiles: 64 bytes in each of 16 rows: palette 1, then 16 words at byte 16, 16 bytes at 48.
 _SHAPES = [1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[_LANES] * 8, *[0] * 8]
@@ -94,7 +94,8 @@ _ASK = f"""\
   %ahead_at = llvm.getelementptr %state[8] : (!llvm.ptr) -> !llvm.ptr, i8
   %ahead_then = llvm.load %ahead_at : !llvm.ptr -> i64
   %panel_at = llvm.ptrtoint %panel : !llvm.ptr to i64
-  %step_bytes = llvm.mlir.constant({DEPTH * COLUMNS * 4} : i64) : i64
+  %step_rows = llvm.mlir.constant({DEPTH} : i64) : i64
+  %step_bytes = llvm.mul %width, %step_rows : i64
   %panel_bytes = llvm.mul %steps, %step_bytes : i64
   %next_at = llvm.add %panel_at, %panel_bytes : i64
   %ahead_bytes = llvm.mlir.constant({_AHEAD * _LINE} : i64) : i64
@@ -148,6 +149,10 @@ class _Code:
         """Return a constant."""
         return self.value(f"llvm.mlir.constant({value} : {kind}) : {kind}")
 
+    def times(self, nbytes: str, count: int) -> str:
+        """Return a number of bytes, so many times."""
+        return self.value(f"llvm.mul {nbytes}, {self.number(count, 'i64')} : i64")
+
     def tiles(self, name: str, *operands: int | str) -> None:
         """Call an intrinsic function of the unit; numbers are registers, or lengths in bytes."""
         values, kinds = list[str](), list[str]()
@@ -187,10 +192,11 @@ def _multiply(height: int) -> str:
     """Write the function for blocks of `height` rows.
 
     Its arguments: where the rows of the one factor begin, and how many bytes there are from one to
-    the next; where the panel of the other begins; how many times `DEPTH` numbers there are of each;
-    where the `ROWS` x `COLUMNS` floats of the result go; where the parts of the panel do; and
-    `STATE_BYTES` that it keeps from call to call, zeros before the first. It returns whether the
-    result is right.
+    the next; where the panel of the other begins, and how many bytes from row to row; how many
+    times `DEPTH` numbers there are of each; after how many of these the rows go on elsewhere, and
+    how many bytes further; where the `ROWS` x `COLUMNS` floats of the result go; where the parts of
+    the panel do; and `STATE_BYTES` that it keeps from call to call, zeros before the first. It
+    returns whether the result is right.
     """
     end = _Code("%v")
     for i, j in _tiles(height):
@@ -198,11 +204,11 @@ def _multiply(height: int) -> str:
         end.tiles("tilestored64", 2 * i + j, to, COLUMNS * 4)
     end.tiles("tilerelease")
     smallest = _smallest(end, height)
-    begin = "%zero, %rows, %panel, %rows_this, %rows_next, %parts, %parts, %none"
+    begin = "%zero, %run, %rows, %panel, %rows_this, %rows_next, %parts, %parts, %none"
     return f"""
 llvm.func internal @{multiply_function(height)}(%rows: !llvm.ptr, %stride: i64, %panel: !llvm.ptr,
-    %steps: i64, %c: !llvm.ptr, %parts: !llvm.ptr, %state: !llvm.ptr) -> i1
-    attributes {{sym_visibility = "private"}} {{
+    %width: i64, %steps: i64, %run: i64, %jump: i64, %c: !llvm.ptr, %parts: !llvm.ptr,
+    %state: !llvm.ptr) -> i1 attributes {{sym_visibility = "private"}} {{
   %zero = llvm.mlir.constant(0 : i64) : i64
   %one = llvm.mlir.constant(1 : i64) : i64
   %factor_bytes = llvm.mlir.constant({PARTS_BYTES} : i64) : i64
@@ -274,7 +280,7 @@ def _loop(height: int, name: str, *, splits_panel: bool) -> str:
     for i, j in tiles:
         clear.tiles("tilezero", 2 * i + j)
     return f"""
-^{name}($s: i64, $a: !llvm.ptr, $b: !llvm.ptr, $this: !llvm.ptr, $next: !llvm.ptr,
+^{name}($s: i64, $left: i64, $a: !llvm.ptr, $b: !llvm.ptr, $this: !llvm.ptr, $next: !llvm.ptr,
     $that: !llvm.ptr, $later: !llvm.ptr, $largest: {_F16}):
 {step}
   $is_first = llvm.icmp "eq" $s, %zero : i64
@@ -285,15 +291,21 @@ def _loop(height: int, name: str, *, splits_panel: bool) -> str:
 ^{name}_on:
   $s1 = llvm.add $s, %one : i64
   $has_more = llvm.icmp "slt" $s1, %steps : i64
-  $a_more = llvm.getelementptr $a[{DEPTH * 4}] : (!llvm.ptr) -> !llvm.ptr, i8
-  $b_more = llvm.getelementptr $b[{DEPTH * COLUMNS * 4}] : (!llvm.ptr) -> !llvm.ptr, i8
+  $left_more = llvm.sub $left, %one : i64
+  $is_end = llvm.icmp "eq" $left_more, %zero : i64
+  $left1 = llvm.select $is_end, %run, $left_more : i1, i64
+  $a_next = llvm.getelementptr $a[{DEPTH * 4}] : (!llvm.ptr) -> !llvm.ptr, i8
+  $further = llvm.select $is_end, %jump, %zero : i1, i64
+  $a_more = llvm.getelementptr $a_next[$further] : (!llvm.ptr, i64) -> !llvm.ptr, i8
+  $b_more = llvm.getelementptr $b[%step_bytes] : (!llvm.ptr, i64) -> !llvm.ptr, i8
   $later_more = llvm.getelementptr $later[{PARTS_BYTES}] : (!llvm.ptr) -> !llvm.ptr, i8
   $a1 = llvm.select $has_more, $a_more, $a : i1, !llvm.ptr
   $b1 = llvm.select $has_more, $b_more, $b : i1, !llvm.ptr
   $later1 = llvm.select $has_more, $later_more, $later : i1, !llvm.ptr
   $goes_on = llvm.icmp "sle" $s1, %steps : i64
-  llvm.cond_br $goes_on, ^{name}($s1, $a1, $b1, $next, $this, $later, $later1, {step.largest}
-      : {_CARRIED}), ^end({step.largest} : {_F16})
+  llvm.cond_br $goes_on,
+      ^{name}($s1, $left1, $a1, $b1, $next, $this, $later, $later1, {step.largest} : {_CARRIED}),
+      ^end({step.largest} : {_F16})
 """.replace("$", f"%{name}_")  # what is the loop's own
 
 
@@ -307,7 +319,7 @@ def _rows_to_split(height: int) -> Iterator[_Work]:
     """Give what takes the next numbers of each row apart."""
 
     def split(code: _Code, r: int) -> None:
-        row = code.at("$a", code.value(f"llvm.mul %stride, {code.number(r, 'i64')} : i64"))
+        row = code.at("$a", code.times("%stride", r))
         to = code.at("$next", r // _LANES * _TILE + r % _LANES * 64)
         code.split(code.load(row), code.load(code.at(row, 64)), to)
 
@@ -318,9 +330,12 @@ def _panel_to_split() -> Iterator[_Work]:
     """Give what takes the next numbers of a panel apart: of two rows, half."""
 
     def split(code: _Code, pair: int, half: int) -> None:
-        x = code.at("$b", pair * COLUMNS * 4 + half * 64)
+        x, y = (
+            code.at(code.at("$b", code.times("%width", row)), half * 64)
+            for row in (pair, DEPTH // 2 + pair)
+        )
         to = code.at("$later", half * _TILE + pair * 64)
-        code.split(code.load(x), code.load(code.at(x, DEPTH // 2 * COLUMNS * 4)), to)
+        code.split(code.load(x), code.load(y), to)
 
     return (partial(split, pair=p, half=h) for p in range(DEPTH // 2) for h in range(2))
 

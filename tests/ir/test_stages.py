@@ -22,6 +22,7 @@ from lowering.pipeline import STAGES, Toolchain, compile_program, product_name, 
 from lowering.program import Program
 from lowering.region import Region, extract_region
 from lowering.stages import CompileOptions
+from lowering.stages.block_convolutions import block_convolutions
 from lowering.stages.iree_session import IreeSession
 from lowering.stages.linalg_to_flow import form_dispatches, prepare
 from lowering.stages.multiply_tiles import multiply_tiles
@@ -178,6 +179,52 @@ def test_a_product_is_computed_by_tiles_where_that_is_faster(
     memory = f"workgroup_local_memory = {depth // 32 * 6144 + 64}>"
     assert count(memory, text) == count(r"call @npu_iree\.tiles_lent", text) == int(loops > 0)
     assert count("llvm.intr.fmuladd", text) > 0, "the loop stays, for what tiles cannot do"
+
+
+@pytest.mark.parametrize(
+    ("cpu", "channels", "places", "window", "loops"),
+    [
+        ("sapphirerapids", 64, 28, {}, {28: 1}),
+        ("sapphirerapids", 64, 56, {"stride": 2}, {28: 1}),
+        ("sapphirerapids", 64, 26, {"dilation": (2, 1), "padding": (2, 1)}, {}),
+        ("sapphirerapids", 48, 28, {}, {}),  # no whole number of steps
+        ("sapphirerapids", 64, 37, {}, {}),  # no whole number of blocks
+        ("skylake-avx512", 64, 28, {}, {}),
+    ],
+)
+def test_a_convolution_is_computed_by_tiles_where_rows_are_whole_blocks(
+    lowered: Lower, cpu: str, channels: int, places: int, window: Any, loops: dict[int, int]
+) -> None:
+    """All of its three loops at once, with what follows in the same device program."""
+    window = {"padding": 1, **window}
+    ir = lowered(
+        lambda x, w: torch.relu(torch.conv2d(x, w, **window)),
+        torch.zeros(1, channels, 20, places), torch.zeros(64, channels, 3, 3), weights=1,
+    )  # fmt: skip
+    (flags,) = (c.flags for c in NPU_LOCAL.compile.candidates if c.name == "channels-last-packed")
+    host = "--iree-llvmcpu-target-cpu=host"
+    flags = tuple(f.replace(host, f"--iree-llvmcpu-target-cpu={cpu}") for f in flags)
+    options = CompileOptions(flags=flags, parameters={"main": ("w",)})
+    with IreeSession(options) as session:
+        module = session.parse(ir["torch-to-linalg"])
+        form_dispatches(session, module, options)
+        session.compile(module, begin="flow", end="executable-configurations")
+        features = session.features()
+        with session.context:
+            before = str(module)
+            block_convolutions(module, [f for f in features if not f.startswith("amx")])
+            assert str(module) == before, "on a CPU without the unit"
+            block_convolutions(module, features)
+            vectors = re.findall(r"vector_common_parallel = \[1, 1, (\d+), 32, 0", str(module))
+            assert Counter(map(int, vectors)) == loops
+        session.compile(module, begin="executable-configurations", end="executable-targets")
+        with session.context:
+            multiply_tiles(module, features)
+            text = str(module)
+            assert module.operation.verify()
+    assert Counter(map(int, re.findall(r"llvm\.call @npu_iree\.multiply_(\d+)_", text))) == loops
+    assert count(r"llvm\.func @main_dispatch_\d+_conv_", text) == 1
+    assert count(r"llvm\.intr\.fmuladd", text) > 0, "the loops stay, for what tiles cannot do"
 
 
 @pytest.mark.parametrize(

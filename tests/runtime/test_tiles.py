@@ -1,4 +1,4 @@
-"""Products by a CPU's matrix unit give float32's results, for whatever numbers.
+"""Products and convolutions by a CPU's matrix unit give float32's results, for whatever numbers.
 
 On a CPU without one, the same products are computed as any others: all of this holds there, too.
 """
@@ -6,6 +6,7 @@ On a CPU without one, the same products are computed as any others: all of this 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -65,6 +66,52 @@ def test_stacked_products_are_precise() -> None:
     compiled = torch.compile(torch.bmm, backend="npu_iree", options={"fallback": "error"})
     for actual, a, b in zip(compiled(x, w), x, w, strict=True):
         assert_as_precise_as_float32(actual, a, b)
+
+
+# An image [N, C, H, W], the features, and what the window is; 3x3 and padded by 1, if nothing else.
+CONVOLUTIONS: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
+    "of whole rows": ((1, 64, 17, 28), 64, {}),
+    "of half rows": ((2, 32, 9, 56), 32, {}),
+    "with strides": ((1, 32, 56, 28), 96, {"stride": 2}),
+    "of one row": ((1, 96, 20, 26), 32, {"kernel": (1, 3), "padding": (0, 1)}),
+    "of one column": ((1, 96, 20, 26), 32, {"kernel": (3, 1), "padding": (1, 0)}),
+    "of a wide window": ((1, 32, 18, 34), 32, {"kernel": 5, "padding": (1, 0)}),
+    "with rows apart": ((1, 64, 20, 28), 32, {"dilation": (2, 1), "padding": (2, 1)}),
+    "with columns apart": ((1, 64, 20, 28), 32, {"dilation": (1, 2), "padding": (1, 2)}),
+    "of channels that 32 does not divide": ((1, 48, 20, 28), 32, {}),
+    "of rows that nothing divides": ((1, 64, 20, 37), 32, {}),
+}
+
+
+def convolution(case: str) -> tuple[torch.nn.Module, Any, torch.Tensor]:
+    """Give a convolution, the same compiled, and an image."""
+    sizes, features, window = CONVOLUTIONS[case]
+    window = {"padding": 1, **window}
+    layer = torch.nn.Conv2d(sizes[1], features, window.pop("kernel", 3), **window)
+    model = layer.requires_grad_(False)
+    compiled = torch.compile(model, backend="npu_iree", options={"fallback": "error"})
+    return model, compiled, torch.randn(sizes)
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_convolutions_of_all_shapes_are_precise(case: str) -> None:
+    model, compiled, x = convolution(case)
+    actual = compiled(x).double()
+    exact = model.double()(x.double())
+    for parameter in model.parameters():
+        parameter.abs_()
+    magnitude = model(x.double().abs())
+    assert ((actual - exact).abs() <= magnitude * 2**-21).all()
+
+
+@pytest.mark.parametrize("special", [math.inf, math.nan, 3.4e38, 1e-40])
+@pytest.mark.parametrize("place", [(0, 0, 0, 0), (0, 63, 16, 27), (0, 5, 8, 13)])
+def test_special_numbers_stay_where_they_are_in_images(
+    special: float, place: tuple[int, ...]
+) -> None:
+    model, compiled, x = convolution("of whole rows")
+    x[place] = special
+    torch.testing.assert_close(compiled(x), model(x), equal_nan=True, rtol=1e-5, atol=1e-4)
 
 
 def test_numbers_that_only_three_parts_hold_are_multiplied_in_full() -> None:

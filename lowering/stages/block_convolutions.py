@@ -1,0 +1,128 @@
+"""Have convolutions of images computed in blocks that the CPU's matrix unit can take over."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from lowering.stages.multiply_tiles import LEAST_HEIGHT, has_tiles, suits_tiles
+from lowering.stages.read_in_panels import unevenness
+from lowering.stages.symbols import inside, variants
+from lowering.stages.tile_functions import COLUMNS, DEPTH, ROWS
+
+_CONFIG = "lowering_config"
+# What is read and written: of an image [N, H, W, C], a weight [KH, KW, C, F], and a result.
+_LOOPS = "(d0, d1, d2, d3, d4, d5, d6)"
+_MAPS = re.compile(
+    ", ".join(
+        rf"affine_map<{re.escape(_LOOPS)} -> \({dims}\)>"
+        for dims in (
+            r"d0, d1(?: \* \d+)? \+ d4, d2(?: \* \d+)? \+ d5, d6",
+            "d4, d5, d6, d3",
+            "d0, d1, d2, d3",
+        )
+    )
+)
+_VECTORS = re.compile(r"vector_common_parallel = \[([\d, ]+)\]")
+
+
+def block_convolutions(module: Any, features: Collection[str]) -> None:
+    """Set the sizes of a convolution's loops such that `multiply_tiles` finds a product in them.
+
+    A block is as many places of one row of an image as tiles are high, and 32 features of each; a
+    work item is of the same features, of several rows.
+
+    Before: a convolution of 28x28 places, 128 features, whose vectors are of [1, 1, 7, 16]
+    After:  the same with vectors of [1, 1, 28, 32], and work items of [1, 14, 28, 32]
+
+    Args:
+        module: as IREE's phase `executable-configurations` leaves it.
+        features: of the CPU that is compiled for, by LLVM's names.
+    """
+    from iree.compiler import ir
+
+    if not has_tiles(features):
+        return
+    with ir.Location.unknown():
+        for variant in variants(module):
+            for inner in inside(variant, "builtin.module"):
+                for function in inside(inner, "func.func"):
+                    _block(function)
+
+
+def _block(function: Any) -> None:
+    from iree.compiler import ir
+
+    ops = [op for op in function.regions[0].blocks[0].operations if _CONFIG in op.attributes]
+    blocks = [block for op in ops if (block := _block_of(op.operation)) is not None]
+    if len(blocks) != 1:
+        return
+    (block,) = blocks
+    for op in ops:
+        if (config := block.config(str(op.attributes[_CONFIG]))) is not None:
+            op.attributes[_CONFIG] = ir.Attribute.parse(config)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """How a convolution is computed.
+
+    Attributes:
+        before: how IREE would make its vectors: sizes of N, H, W, F.
+        item_rows: rows of images in a work item.
+        width: places of a row in a block.
+        places: of a row.
+    """
+
+    before: str
+    item_rows: int
+    width: int
+    places: int
+
+    def config(self, before: str) -> str | None:
+        """Write the sizes of loops of an op that has these now; None: they stay."""
+        found = _VECTORS.search(before)
+        if found is None or not found[1].startswith(self.before):
+            return None
+        parallel = f"1, 1, {self.width}, {COLUMNS}"
+        if found[1] == self.before:  # what begins with the sums, or goes on with them
+            return f"#iree_cpu.lowering_config<vector_common_parallel = [{parallel}]>"
+        return (
+            "#iree_cpu.lowering_config<"
+            f"distribution = [1, {self.item_rows}, {self.places}, {COLUMNS}, 0, 0, 0], "
+            f"vector_common_parallel = [{parallel}, 0, 0, 0], "
+            "vector_reduction = [0, 0, 0, 0, 1, 1, 1]>"
+        )
+
+
+def _block_of(op: Any) -> _Block | None:
+    """Return how an op is computed in blocks; None if it is no convolution, or gains nothing."""
+    from iree.compiler import ir
+
+    maps = op.attributes.get("indexing_maps", ())
+    if not _MAPS.fullmatch(", ".join(map(str, maps))):
+        return None
+    kinds = [ir.RankedTensorType(operand.type) for operand in op.operands]
+    if not all(str(k.element_type) == "f32" and k.has_static_shape for k in kinds):
+        return None
+    _, weight, result = kinds
+    *window, channels, features = weight.shape
+    count, height, places, _ = result.shape
+    widths = [d for d in range(LEAST_HEIGHT, ROWS + 1) if places % d == 0]
+    vectors = _VECTORS.search(str(op.attributes[_CONFIG]))
+    depth = math.prod(window) * channels
+    if channels % DEPTH or features % COLUMNS or not widths or vectors is None:
+        return None
+    if not suits_tiles(count * height * places, depth):
+        return None
+    rows = [d for d in range(1, height + 1) if height % d == 0]
+    panels = features // COLUMNS
+    return _Block(
+        before=", ".join(vectors[1].split(", ")[:4]),
+        item_rows=min(rows, key=lambda d: (unevenness([d] * (count * height // d * panels)), -d)),
+        width=widths[-1],
+        places=places,
+    )
