@@ -27,7 +27,7 @@ LEAST_HEIGHT = 13  # of a block: a tile takes as long with fewer rows
 _FEATURES = frozenset({"amx-tile", "amx-bf16", "avx512bw", "avx512dq"})
 # Of a product, where the unit is faster: what is taken apart is used often, and the loop is long.
 # The parts of a panel of the greatest depth are 960 KiB, half of the second cache of such CPUs.
-_LEAST_ROWS, _DEPTHS = 48, range(192, 5121)
+_LEAST_ROWS, _DEPTHS = 32, range(192, 5121)
 _LOCAL_MEMORY = "workgroup_local_memory"
 _ALIGNMENT = 64
 _EFFECTS = ("llvm.call", "llvm.store")

@@ -153,7 +153,8 @@ def test_products_read_both_factors_ahead(
         ("sapphirerapids", 128, 223, 1),  # no whole number of steps
         ("sapphirerapids", 128, 191, 0),
         ("sapphirerapids", 128, 5152, 0),
-        ("sapphirerapids", 32, 192, 0),
+        ("sapphirerapids", 32, 192, 1),
+        ("sapphirerapids", 31, 192, 0),
         ("skylake-avx512", 128, 192, 0),
     ],
 )

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 # The block of a unit is 32 x 32, 32 deep; panels hold 32 columns.
 SHAPES = [
-    (64, 192, 32),  # the least that the unit is used for
+    (32, 192, 32),  # the least that the unit is used for
     (97, 224, 64),  # blocks of 25 rows, and one of 22
     (150, 256, 96),  # blocks of 30
     (128, 5120, 32),  # the deepest
