@@ -117,7 +117,7 @@ _CPU: dict[str, Any] = {
     "flag_sets": _CPU_FLAG_SETS,
     "candidates": _CPU_CANDIDATES,
     "choices": _CPU_CHOICES,
-    "rewrites": ("broadcasts", "channels_last", "convolutions", "products"),
+    "rewrites": ("broadcasts", "convolutions", "products", "channels_last", "matrices"),
 }
 
 NPU_LOCAL = Target(

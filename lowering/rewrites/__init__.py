@@ -16,6 +16,7 @@ from torch import fx
 from lowering.nodes import takes_static_tensors
 from lowering.rewrites import broadcasts, convolutions, products
 from lowering.rewrites.channels_last import channels_last
+from lowering.rewrites.matrices import matrices
 from lowering.rewrites.recorder import Recorder
 from lowering.rewrites.rule import Rule
 from lowering.target import CompileTarget
@@ -29,6 +30,7 @@ RULES: Mapping[str, Mapping[Any, Rule]] = {
 # The same -> what rewrites a graph as a whole, after that.
 PASSES: Mapping[str, Callable[[fx.GraphModule], fx.GraphModule]] = {
     "channels_last": channels_last,
+    "matrices": matrices,
 }
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from lowering.nodes import takes_static_tensors
-from lowering.rewrites.recorder import Recorder
+from lowering.rewrites.forms import Forms
 from lowering.rewrites.windows import Window, to_first, to_last, windows
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -36,59 +36,45 @@ def channels_last(graph_module: fx.GraphModule) -> fx.GraphModule:
     Returns:
         A new graph, or the same one if there is nothing to move.
     """
-    walk = _Walk(graph_module)
-    if not walk.is_changed:
-        return graph_module
-    walk.graph.eliminate_dead_code()
-    return fx.GraphModule(graph_module, walk.graph)
+    return _ChannelsLast().rewrite(graph_module)
 
 
-class _Walk:
-    """Writes a graph anew, and remembers what it has with channels last.
+class _ChannelsLast(Forms):
+    def copied(self, node: fx.Node) -> None:
+        if node.target is aten.convolution.default and takes_static_tensors(node):
+            self.moved[node] = self._permuted(node, self.plain[node], to_last)
 
-    Attributes:
-        graph: the new one.
-        is_changed: whether it differs from the old one.
-    """
+    def restored(self, node: fx.Node) -> Any:
+        return self._permuted(node, self.moved[node], to_first)
 
-    def __init__(self, graph_module: fx.GraphModule) -> None:
-        self.graph = fx.Graph()
-        self.is_changed = False
-        self._first = dict[fx.Node, Any]()
-        self._last = dict[fx.Node, Any]()
-        self._recorder = Recorder(self.graph)
-        for node in graph_module.graph.nodes:
-            if not self._move(node):
-                self._first[node] = self.graph.node_copy(node, self._as_first)
-                if node.target is aten.convolution.default and takes_static_tensors(node):
-                    self._last[node] = self._permuted(node, self._first[node], to_last)
+    def aligned(self, operand: fx.Node, node: fx.Node) -> Any:
+        given, rank = operand.meta["val"], node.meta["val"].ndim
+        if given.numel() == node.meta["val"].numel():
+            return None  # an image with channels first: to move it costs what this is to save
+        if operand in self.moved and given.ndim == rank:
+            return self.moved[operand]
+        return self.write(node, _aligned, self.as_plain(operand), rank)
 
-    def _as_first(self, node: fx.Node) -> Any:
-        """Return the value of a node of the old graph, as it was."""
-        if node not in self._first:
-            self._first[node] = self._permuted(node, self._last[node], to_first)
-        return self._first[node]
-
-    def _permuted(self, node: fx.Node, value: Any, order: Callable[[int], list[int]]) -> Any:
-        dims = order(node.meta["val"].ndim)
-        return self._recorder.record(_permute, (value, dims), node.meta)
-
-    def _move(self, node: fx.Node) -> bool:
-        """Write a node with channels last; say whether that was done."""
+    def move(self, node: fx.Node) -> bool:
+        if node.target is aten.permute.default:
+            return takes_static_tensors(node) and self._move_permute(node)
+        if self.move_pointwise(node):
+            return True
         pool = _pool_of(node)
         source, function = (node, _OPS.get(node.target)) if pool is None else (pool, _max_pool)
-        if not takes_static_tensors(source):
-            return False
-        if node.target is aten.permute.default:
-            return self._move_permute(node)
-        if _is_pointwise(node):
-            return self._move_pointwise(node)
         operands = source.all_input_nodes
-        if function is None or source.kwargs or not operands:
+        if function is None or source.kwargs or not operands or not takes_static_tensors(source):
             return False
-        if not all(operand in self._last for operand in operands):
+        if not all(operand in self.moved for operand in operands):
             return False
-        return self._record(node, function, fx.map_arg(source.args, self._last.__getitem__))
+        args = fx.map_arg(source.args, self.moved.__getitem__)
+        return self.moves(node, self.write(node, function, *args))
+
+    def moves(self, node: fx.Node, value: Any) -> bool:
+        is_moved = super().moves(node, value)
+        if is_moved and node.meta["val"].ndim < _LEAST_RANK:
+            self.plain[node] = self.moved.pop(node)
+        return is_moved
 
     def _move_permute(self, node: fx.Node) -> bool:
         """Leave out a permutation that puts channels last, or first."""
@@ -97,47 +83,17 @@ class _Walk:
         order = [d % rank for d in dims]
         if rank < _LEAST_RANK:
             return False
-        if order == to_last(rank) and source in self._last:
-            self._first[node] = self._last[source]
+        if order == to_last(rank) and source in self.moved:
+            self.plain[node] = self.moved[source]
             self.is_changed = True
-        elif order == to_first(rank):
-            self._last[node] = self._as_first(source)
-        else:
-            return False
-        return True
-
-    def _move_pointwise(self, node: fx.Node) -> bool:
-        """Write an op all of whose operands have channels last, but for what it repeats."""
-        value = node.meta["val"]
-        images = [n for n in node.all_input_nodes if n.meta["val"].numel() == value.numel()]
-        if not images or not all(n in self._last for n in images):
-            return False
-        operands = dict[fx.Node, Any]()
-        for operand in node.all_input_nodes:
-            if operand in self._last and operand.meta["val"].ndim == value.ndim:
-                operands[operand] = self._last[operand]
-            else:
-                given = self._as_first(operand), value.ndim
-                operands[operand] = self._recorder.record(_aligned, given, node.meta)
-        function = functools.partial(cast(Callable[..., Any], node.target), **node.kwargs)
-        return self._record(node, function, fx.map_arg(node.args, operands.__getitem__))
-
-    def _record(self, node: fx.Node, function: Callable[..., Any], args: Any) -> bool:
-        new = self._recorder.record(function, args, node.meta)
-        if new is NotImplemented:
-            return False
-        has_order = node.meta["val"].ndim >= _LEAST_RANK
-        (self._last if has_order else self._first)[node] = new
-        self.is_changed = True
-        return True
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
+            return True
+        if order == to_first(rank):
+            self.moved[node] = self.as_plain(source)
+            return True
         return False
-    tags = node.target.tags
-    is_same = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    return is_same and not any(isinstance(v, fx.Node) for v in node.kwargs.values())
+
+    def _permuted(self, node: fx.Node, value: Any, order: Callable[[int], list[int]]) -> Any:
+        return self.write(node, _permute, value, order(node.meta["val"].ndim))
 
 
 def _permute(x: torch.Tensor, dims: list[int]) -> torch.Tensor:

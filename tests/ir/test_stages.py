@@ -278,6 +278,14 @@ def test_weights_are_padded_to_whole_panels_for_the_matrix_unit(
     assert count(rf"into tensor<70x{panels * 32}xf32>", text) == int(panels > 0)
 
 
+def test_a_residual_of_a_batch_is_added_in_the_program_of_the_product(lowered: Lower) -> None:
+    ir = lowered(
+        lambda x, y, w: torch.relu(torch.nn.functional.linear(x, w) + y),
+        torch.zeros(2, 24, 40), torch.zeros(2, 24, 64), torch.zeros(64, 40), weights=1,
+    )  # fmt: skip
+    assert count(r"flow\.dispatch @main", ir["linalg-to-flow"]) == 1
+
+
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("columns", [64, 63])
 def test_what_transposes_a_product_in_panels_is_a_program_of_its_own(

@@ -275,6 +275,53 @@ def test_a_pool_finds_nan_and_infinity_wherever_channels_are() -> None:
     assert_same(rewritten(x, eye), network(x, eye))
 
 
+# After a product of [N, L, 6]: what broadcasts to it, and another of its shape.
+ROW_STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "bias": lambda x, c, y: x + c,
+    "scale": lambda x, c, y: 2 * x * c.view(1, 1, 6) + c[:1],
+    "gelu": lambda x, c, y: torch.nn.functional.gelu(x, approximate="tanh"),
+    "residual": lambda x, c, y: torch.add(y, x, alpha=2),
+    "where": lambda x, c, y: torch.where(x > c[0], x, y),
+    "norm": lambda x, c, y: x - x.mean(-1, keepdim=True),
+    "of one batch": lambda x, c, y: x * y[:1],
+    "of one place": lambda x, c, y: x * y[:, :1],
+    "half": lambda x, c, y: x.half().float(),
+    "other shape": lambda x, c, y: (x.reshape(-1, 3, 2) * 2).view(x.shape),
+    "transposed": lambda x, c, y: (x.mT * 2).mT.contiguous(),
+}
+AS_MATRICES = ("bias", "scale", "gelu", "residual", "where", "half")
+
+
+def product_network(steps: list[str]) -> Callable[..., torch.Tensor]:
+    def network(x: torch.Tensor, c: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y, other = torch.nn.functional.linear(x, weight), x
+        for step in steps:
+            y, other = ROW_STEPS[step](y, c, other), y
+        return torch.nn.functional.linear(y, weight)
+
+    return network
+
+
+@pytest.mark.parametrize("step", AS_MATRICES)
+def test_between_products_matrices_stay_matrices(step: str) -> None:
+    tensors = torch.randn(2, 5, 6), torch.randn(6), torch.randn(6, 6)
+    network = product_network([step])
+    rewritten = rewrite(graph_of(network, *tensors), TARGET)
+    wide = [n for n in rewritten.graph.nodes if n.op == "call_function" and n.meta["val"].ndim > 2]
+    assert {n.target for n in wide} <= {aten.view.default}
+    torch.testing.assert_close(rewritten(*tensors), network(*tensors))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from(sorted(ROW_STEPS)), max_size=5), st.data())
+def test_matrices_in_any_order(steps: list[str], data: st.DataObject) -> None:
+    count, places = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
+    tensors = torch.randn(count, places, 6), torch.randn(6), torch.randn(6, 6)
+    network = product_network(steps)
+    rewritten = rewrite(graph_of(network, *tensors), TARGET)
+    torch.testing.assert_close(rewritten(*tensors), network(*tensors), rtol=1e-3, atol=1e-3)
+
+
 def test_a_target_lists_its_rewrites() -> None:
     x, weight = torch.randn(1, 4, 9), torch.randn(4, 4, 3)
     graph = graph_of(torch.conv1d, x, weight)

@@ -1,0 +1,115 @@
+"""Graphs written anew, where some values are computed in another form than they had."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from lowering.nodes import takes_static_tensors
+from lowering.rewrites.recorder import Recorder
+
+
+class Forms(ABC):
+    """Writes a graph anew, and remembers which values it has in which form.
+
+    A node is written in the other form where `move` can; what needs it as it was gets it from
+    `restored`, at the first such place.
+
+    Attributes:
+        moved: nodes of the old graph -> nodes of the new one, of the other form.
+        plain: nodes of the old graph -> nodes of the new one, as they were.
+        is_changed: whether a node is computed in the other form, or its change of form left out.
+    """
+
+    def __init__(self) -> None:
+        self.moved = dict[fx.Node, Any]()
+        self.plain = dict[fx.Node, Any]()
+        self._graph = fx.Graph()
+        self._recorder = Recorder(self._graph)
+        self.is_changed = False
+
+    def rewrite(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """Return a new graph, or the same one if nothing is computed in another form.
+
+        Args:
+            graph_module: of a region; every node carries its fake tensor.
+        """
+        for node in graph_module.graph.nodes:
+            if not self.move(node):
+                self.plain[node] = self._graph.node_copy(node, self.as_plain)
+                self.copied(node)
+        if not self.is_changed:
+            return graph_module
+        self._graph.eliminate_dead_code()
+        return fx.GraphModule(graph_module, self._graph)
+
+    @abstractmethod
+    def move(self, node: fx.Node) -> bool:
+        """Write a node in the other form; say whether that was done."""
+
+    @abstractmethod
+    def restored(self, node: fx.Node) -> Any:
+        """Write the value of a node as it was, from the other form."""
+
+    @abstractmethod
+    def aligned(self, operand: fx.Node, node: fx.Node) -> Any:
+        """Write an operand such that it goes with those in the other form; None: it cannot."""
+
+    def copied(self, node: fx.Node) -> None:  # noqa: B027
+        """See a node that is as it was; most are left at that."""
+
+    def as_plain(self, node: fx.Node) -> Any:
+        """Return the value of a node as it was."""
+        if node not in self.plain:
+            self.plain[node] = self.restored(node)
+        return self.plain[node]
+
+    def write(self, node: fx.Node, function: Callable[..., Any], *args: Any) -> Any:
+        """Write what a function of tensors computes, in the place of a node.
+
+        Args:
+            node: of the old graph.
+            function: may return `NotImplemented`, and so does this then.
+            args: with nodes of the new graph as tensors.
+        """
+        return self._recorder.record(function, args, node.meta)
+
+    def moves(self, node: fx.Node, value: Any) -> bool:
+        """Say that a node has this value in the other form; False, if it is `NotImplemented`."""
+        if value is NotImplemented:
+            return False
+        self.moved[node] = value
+        self.is_changed = True
+        return True
+
+    def move_pointwise(self, node: fx.Node) -> bool:
+        """Write an op of each number by itself, if an operand of all of its numbers is moved."""
+        if not _is_pointwise(node) or not takes_static_tensors(node):
+            return False
+        shape, operands = node.meta["val"].shape, dict[fx.Node, Any]()
+        for operand in node.all_input_nodes:
+            if operand in self.moved and operand.meta["val"].shape == shape:
+                operands[operand] = self.moved[operand]
+        if not operands:
+            return False
+        for operand in node.all_input_nodes:
+            if operand not in operands:
+                operands[operand] = self.aligned(operand, node)
+        if None in operands.values():
+            return False
+        function = functools.partial(cast(Callable[..., Any], node.target), **node.kwargs)
+        args = fx.map_arg(node.args, operands.__getitem__)
+        return self.moves(node, self.write(node, function, *args))
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    tags = node.target.tags
+    is_same = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    return is_same and not any(isinstance(v, fx.Node) for v in node.kwargs.values())
