@@ -91,6 +91,14 @@ def _conv_case(x: Sequence[int], weight: Sequence[int], **window: int) -> Case:
     return Case(_conv(**window), [x, weight, weight[:1]], "convolutions")
 
 
+def _bottleneck(x: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    return (functional.conv2d(functional.conv2d(x, down).relu(), up) + x).relu()
+
+
+def _residual(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return functional.linear(x, weight) + y
+
+
 CASES = {
     "softmax 1500": _rows(lambda x: torch.softmax(x, -1), 1500),
     "softmax 1504": _rows(lambda x: torch.softmax(x, -1), 1504),
@@ -136,6 +144,12 @@ CASES = {
         lambda x, w: functional.conv2d(x, w, None, 1, 1, 1, 576),
         [(1, 576, 14, 14), (576, 1, 3, 3)],
         "convolutions",
+    ),
+    "bottleneck 256-64 of 56": Case(
+        _bottleneck, [(1, 256, 56, 56), (64, 256, 1, 1), (256, 64, 1, 1)], "channels_last"
+    ),
+    "residual of 8x128x768": Case(
+        _residual, [(8, 128, 768), (8, 128, 768), (768, 768)], "matrices"
     ),
     "conv1d depthwise 1536 k4": _conv_case((1, 1536, 128), (1536, 1, 4), padding=3, groups=1536),
 }

@@ -18,7 +18,7 @@ from torch import fx
 
 from lowering.nodes import takes_static_tensors
 from lowering.rewrites.forms import Forms
-from lowering.rewrites.windows import Window, to_first, to_last, windows
+from lowering.rewrites.windows import MOST_PLACES, Window, to_first, to_last, windows
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _UNCHANGED: Any = NotImplemented
@@ -123,9 +123,10 @@ def _max_pool(
     dilation: Sequence[int] = (1,),
     ceil_mode: bool = False,
 ) -> Any:
-    if ceil_mode or x.ndim != 4 or not x.dtype.is_floating_point:
-        return _UNCHANGED
     window = Window.of(2, kernel, stride or kernel, padding, dilation)
+    is_small = math.prod(window.kernel) <= MOST_PLACES
+    if ceil_mode or x.ndim != 4 or not is_small or not x.dtype.is_floating_point:
+        return _UNCHANGED
     return functools.reduce(torch.maximum, windows(x, window, -math.inf))
 
 

@@ -18,13 +18,11 @@ import torch
 from lowering.decompositions.convolution import spread
 from lowering.decompositions.halves import widened
 from lowering.rewrites.rule import Rule
-from lowering.rewrites.windows import Window, to_first, to_last, windows
+from lowering.rewrites.windows import MOST_PLACES, Window, to_first, to_last, windows
 from lowering.sizes import of_each
 
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented
-# With more places in a window, writing all of them out costs more than it gains.
-_MOST_PLACES = 32
 # Up to here a window of an image is written out: ResNet-18 takes 0.57 of the time with 256 (16x16)
 # and with 800; at batch 8, 0.63 and 0.75.
 _SMALL_IMAGE = 256
@@ -125,7 +123,7 @@ def _is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Say whether all places of a window can be written out."""
     if not x.dtype.is_floating_point or 0 in (*x.shape, *weight.shape):
         return False
-    return math.prod(weight.shape[2:]) <= _MOST_PLACES
+    return math.prod(weight.shape[2:]) <= MOST_PLACES
 
 
 def _is_images(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -149,7 +147,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, window: Window) -> Any:
     elif (
         len(sizes) == 1
         or places == 1
-        or (math.prod(sizes) <= _SMALL_IMAGE and places <= _MOST_PLACES)
+        or (math.prod(sizes) <= _SMALL_IMAGE and places <= MOST_PLACES)
     ):
         seen = torch.cat(windows(x, window), -1)
     else:

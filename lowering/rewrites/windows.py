@@ -11,6 +11,8 @@ import torch
 from lowering.sizes import of_each
 
 aten = torch.ops.aten
+# With more places in a window, writing all of them out costs more than it gains.
+MOST_PLACES = 32
 
 
 class Window(NamedTuple):

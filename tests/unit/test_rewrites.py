@@ -262,6 +262,16 @@ def test_channels_last_in_any_order(steps: list[str], is_output: bool, data: st.
     torch.testing.assert_close(rewritten(*tensors), network(*tensors))
 
 
+@pytest.mark.parametrize(("kernel", "is_written_out"), [(5, True), (6, False)])
+def test_a_pool_of_many_places_is_left_as_it_is(kernel: int, is_written_out: bool) -> None:
+    x = torch.randn(1, 9, 9, 3)
+    rewritten = rewrite(
+        graph_of(lambda x: torch.max_pool2d(x.permute(0, 3, 1, 2), kernel), x), TARGET
+    )
+    assert ("aten.max_pool2d_with_indices.default" not in ops(rewritten)) == is_written_out
+    assert_same(rewritten(x), torch.max_pool2d(x.permute(0, 3, 1, 2), kernel))
+
+
 def test_a_pool_finds_nan_and_infinity_wherever_channels_are() -> None:
     x = torch.randn(1, 3, 9, 9)
     x[0, 0, 4, 4], x[0, 1], x[0, 2, 0, 0] = float("nan"), -float("inf"), float("inf")
