@@ -51,7 +51,7 @@ class CompileTarget:
         capabilities: the capability table: a file name in `lowering/capabilities`, or the path of
             a TOML file of a vendor's own package.
         keep_ops: ATen ops (`aten.name` or `aten.name.overload`) that are not decomposed.
-        rewrites: which of `lowering.rewrites.RULES` and `PASSES` pay on it.
+        rewrites: which of `lowering.rewrites.RULES` and `FORMS` pay on it.
     """
 
     name: str

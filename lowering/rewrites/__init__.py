@@ -6,17 +6,17 @@ whole, and a region that the cache has is not rewritten again.
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from lowering.nodes import takes_static_tensors
 from lowering.rewrites import broadcasts, convolutions, products
-from lowering.rewrites.channels_last import channels_last
-from lowering.rewrites.matrices import matrices
+from lowering.rewrites.channels_last import ChannelsLast
+from lowering.rewrites.forms import Forms
+from lowering.rewrites.matrices import Matrices
 from lowering.rewrites.recorder import Recorder
 from lowering.rewrites.rule import Rule
 from lowering.target import CompileTarget
@@ -27,10 +27,10 @@ RULES: Mapping[str, Mapping[Any, Rule]] = {
     "convolutions": convolutions.RULES,
     "products": products.RULES,
 }
-# The same -> what rewrites a graph as a whole, after that.
-PASSES: Mapping[str, Callable[[fx.GraphModule], fx.GraphModule]] = {
-    "channels_last": channels_last,
-    "matrices": matrices,
+# The same -> the form in which values are computed where that can be, after that.
+FORMS: Mapping[str, type[Forms]] = {
+    "channels_last": ChannelsLast,
+    "matrices": Matrices,
 }
 
 
@@ -48,9 +48,10 @@ def rewrite(graph_module: fx.GraphModule, target: CompileTarget) -> fx.GraphModu
     Returns:
         A new graph, or the same one if there is nothing to rewrite.
     """
-    rewritten = _by_rules(graph_module, [RULES[name] for name in target.rewrites if name in RULES])
-    passes = [PASSES[name] for name in target.rewrites if name not in RULES]
-    return functools.reduce(lambda graph, rewrite_all: rewrite_all(graph), passes, rewritten)
+    graph_module = _by_rules(graph_module, [RULES[n] for n in target.rewrites if n in RULES])
+    for form in (FORMS[name] for name in target.rewrites if name not in RULES):
+        graph_module = form().rewrite(graph_module)
+    return graph_module
 
 
 def _by_rules(graph_module: fx.GraphModule, rules: Sequence[Mapping[Any, Rule]]) -> fx.GraphModule:

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from typing_extensions import override
 
 from lowering.nodes import takes_static_tensors
 from lowering.rewrites.forms import Forms
@@ -24,29 +25,23 @@ aten, prims = torch.ops.aten, torch.ops.prims
 _UNCHANGED: Any = NotImplemented
 
 
-def channels_last(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Compute with channels last, from what puts them first to what needs them there.
+class ChannelsLast(Forms):
+    """Computes with channels last, from what puts them first to what needs them there.
 
     Before: %2 = permute(%1, [0, 3, 1, 2]); %3 = relu(%2); %4 = permute(%3, [0, 2, 3, 1])
     After:  %3 = relu(%1)                                           and %3 in the place of %4
-
-    Args:
-        graph_module: of a region; every node carries its fake tensor.
-
-    Returns:
-        A new graph, or the same one if there is nothing to move.
     """
-    return _ChannelsLast().rewrite(graph_module)
 
-
-class _ChannelsLast(Forms):
+    @override
     def copied(self, node: fx.Node) -> None:
         if node.target is aten.convolution.default and takes_static_tensors(node):
             self.moved[node] = self._permuted(node, self.plain[node], to_last)
 
+    @override
     def restored(self, node: fx.Node) -> Any:
         return self._permuted(node, self.moved[node], to_first)
 
+    @override
     def aligned(self, operand: fx.Node, node: fx.Node) -> Any:
         given, rank = operand.meta["val"], node.meta["val"].ndim
         if given.numel() == node.meta["val"].numel():
@@ -55,6 +50,7 @@ class _ChannelsLast(Forms):
             return self.moved[operand]
         return self.write(node, _aligned, self.as_plain(operand), rank)
 
+    @override
     def move(self, node: fx.Node) -> bool:
         if node.target is aten.permute.default:
             return takes_static_tensors(node) and self._move_permute(node)
@@ -70,6 +66,7 @@ class _ChannelsLast(Forms):
         args = fx.map_arg(source.args, self.moved.__getitem__)
         return self.moves(node, self.write(node, function, *args))
 
+    @override
     def moves(self, node: fx.Node, value: Any) -> bool:
         is_moved = super().moves(node, value)
         if is_moved and node.meta["val"].ndim < _LEAST_RANK:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from typing_extensions import override
 
 from lowering.nodes import takes_static_tensors
 from lowering.rewrites.forms import Forms
@@ -17,31 +18,25 @@ from lowering.rewrites.forms import Forms
 aten = torch.ops.aten
 
 
-def matrices(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """Compute on the rows of a product, from it on to what needs another shape.
+class Matrices(Forms):
+    """Computes on the rows of a product, from it on to what needs another shape.
+
+    Values that were `[..., C]` are `[M, C]`.
 
     Before: %2 = view(mm(%x, %w), [N, L, C]); %3 = add(%2, %y); %4 = view(relu(%3), [N * L, C])
     After:  %2 = view(%y, [N * L, C]); %4 = relu(add(mm(%x, %w), %2))
-
-    Args:
-        graph_module: of a region; every node carries its fake tensor.
-
-    Returns:
-        A new graph, or the same one if there is nothing to move.
     """
-    return _Matrices().rewrite(graph_module)
 
-
-class _Matrices(Forms):
-    """Values that are matrices, `[M, C]`, where they were `[..., C]`."""
-
+    @override
     def copied(self, node: fx.Node) -> None:
         if node.target is aten.mm.default and takes_static_tensors(node):
             self.moved[node] = self.plain[node]
 
+    @override
     def restored(self, node: fx.Node) -> Any:
         return self.write(node, torch.reshape, self.moved[node], list(node.meta["val"].shape))
 
+    @override
     def aligned(self, operand: fx.Node, node: fx.Node) -> Any:
         given, value = operand.meta["val"].shape, node.meta["val"].shape
         width, rows = value[-1], value[:-1].numel()
@@ -58,6 +53,7 @@ class _Matrices(Forms):
         plain = self.as_plain(operand)
         return plain if [*given] == shape else self.write(node, torch.reshape, plain, shape)
 
+    @override
     def move(self, node: fx.Node) -> bool:
         if node.target is not aten.view.default:
             return self.move_pointwise(node)

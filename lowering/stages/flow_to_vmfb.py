@@ -19,8 +19,9 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
     other weights, again (`lowering.stages.bind_functions`).
 
     With data tiling, products read ahead (`lowering.stages.read_ahead`), or use the CPU's matrix
-    unit (`lowering.stages.multiply_tiles`): `iree-compile --compile-from=flow` on the same input
-    gives the same code without these.
+    unit (`lowering.stages.multiply_tiles`), as convolutions do (`lowering.stages.
+    block_convolutions`): `iree-compile --compile-from=flow` on the same input gives the same code
+    without these.
 
     Args:
         flow_asm: one module, as `linalg-to-flow` leaves it.

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import platform
-import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import Any
 
+from lowering.stages.product_loops import Loop, loop_at, successors
 from lowering.stages.symbols import inside, symbol_of, variants
 from lowering.stages.templates import put, put_functions
 from lowering.stages.tile_functions import (
@@ -30,8 +29,6 @@ _FEATURES = frozenset({"amx-tile", "amx-bf16", "avx512bw", "avx512dq"})
 _LEAST_ROWS, _DEPTHS = 32, range(192, 5121)
 _LOCAL_MEMORY = "workgroup_local_memory"
 _ALIGNMENT = 64
-_EFFECTS = ("llvm.call", "llvm.store")
-_SUMS = re.compile(rf"!llvm\.array<(\d+) x vector<{COLUMNS}xf32>>")
 
 
 def has_tiles(features: Collection[str]) -> bool:
@@ -95,10 +92,10 @@ def _rewrite(function: Any, export: Any) -> set[int]:
     from iree.compiler import ir
 
     entry, *blocks = function.regions[0].blocks
-    loops = list[_Loop]()
+    loops = list[Loop]()
     for block in blocks:
         is_inside = any(block == level.header for loop in loops for level in loop.levels)
-        if not is_inside and (loop := _loop_at(block)) is not None:
+        if not is_inside and (loop := loop_at(block)) is not None and _suits(loop):
             loops.append(loop)
     if len({loop.depth for loop in loops}) > 1:  # whose parts would be in one another's way
         return set()
@@ -110,212 +107,52 @@ def _rewrite(function: Any, export: Any) -> set[int]:
             ir.IndexType.get(), parts + _ALIGNMENT
         )
         for loop in loops:
-            loop.rewrite(*memory)
+            _enter(loop, *memory)
     return {loop.height for loop in loops}
 
 
-@dataclass(frozen=True)
-class _Level:
-    """A loop.
+def _suits(loop: Loop) -> bool:
+    """Say whether the unit can take loops over, and is the faster."""
+    is_whole = len(loop.levels) == 1 or math.prod(loop.counts[1:]) % DEPTH == 0
+    return is_whole and loop.depth in _DEPTHS and LEAST_HEIGHT <= loop.height <= ROWS
 
-    Attributes:
-        header: its block of `(k, sums)`, which ends it or goes on to `body`.
-        body: the block that adds, or goes on to the loop inside; may be the header itself.
-        count: how often.
-        begin: what the first `k` is; None of the outermost.
+
+def _enter(loop: Loop, lent: Any, product: Any, parts: Any, state: Any) -> None:
+    """Let the first step of a loop do all, if the unit can.
+
+    Args:
+        loop: the loop.
+        lent: whether it is there.
+        product: a pointer to memory for a block.
+        parts: a pointer to memory for a panel's parts.
+        state: a pointer to what is kept from call to call.
     """
-
-    header: Any
-    body: Any
-    count: int
-    begin: Any = None
-
-
-@dataclass(frozen=True)
-class _Loop:
-    """The loops that add up one block of a product, each inside the one before.
-
-    Attributes:
-        levels: the loops.
-        rows: pointers to what is read of each row.
-        panel: a pointer to what is read of the panel.
-    """
-
-    levels: Sequence[_Level]
-    rows: Sequence[Any]
-    panel: Any
-
-    @property
-    def height(self) -> int:
-        """How many rows there are."""
-        return len(self.rows)
-
-    @property
-    def counts(self) -> list[int]:
-        """How often each loop goes on."""
-        return [level.count for level in self.levels]
-
-    @property
-    def depth(self) -> int:
-        """How many numbers are added up."""
-        return math.prod(self.counts)
-
-    @property
-    def steps(self) -> int:
-        """How many steps of the unit there are; less than one may be left over of a single loop."""
-        return self.depth // DEPTH
-
-    @property
-    def run(self) -> int:
-        """After how many steps the rows go on elsewhere."""
-        return math.prod(self.counts[1:]) // DEPTH if len(self.levels) > 1 else self.steps
-
-    def rewrite(self, lent: Any, product: Any, parts: Any, state: Any) -> None:
-        """Let the first step do all, if the unit can.
-
-        Args:
-            lent: whether it is there.
-            product: a pointer to memory for a block.
-            parts: a pointer to memory for a panel's parts.
-            state: a pointer to what is kept from call to call.
-        """
-        from iree.compiler import ir
-
-        outer, *inner = self.levels
-        k, sums = outer.header.arguments
-        attempt, others = _go_on_elsewhere(outer.header)
-        call, done = (others.create_before() for _ in range(2))
-        with ir.InsertionPoint(attempt):
-            begin = {k: k} | {level.header.arguments[0]: level.begin for level in inner}
-            first = dict(begin)
-            rows = [self._copy(row, first) for row in self.rows]
-            panel = self._copy(self.panel, first)
-            ahead = list[Any]()
-            for level in self.levels:
-                here = level.header.arguments[0]
-                (then,) = put(_NEXT, [begin[here]])
-                there = {**begin, here: then}
-                ahead += [self._copy(pointer, there) for pointer in (self.rows[0], self.panel)]
-            can, *strides = put(_can(self), [k, lent, panel, *ahead, *rows])
-            _branch(can, call, others)
-        with ir.InsertionPoint(call):
-            given = [rows[0], panel, product, parts, state, *strides]
-            (is_right,) = put(_call(self), given)
-            _branch(is_right, done, others)
-        with ir.InsertionPoint(done):
-            sums, last = put(_add(self), [sums, product])
-            ir.Operation.create("llvm.br", operands=[last, sums], successors=[outer.header])
-
-    def _copy(self, value: Any, copies: dict[Any, Any]) -> Any:
-        """Compute a value of the loops again, at the insertion point, from those in `copies`."""
-        from iree.compiler import ir
-
-        if value not in copies:
-            owner = value.owner
-            is_inside = not isinstance(owner, ir.Block) and any(
-                owner.operation.block == level.body for level in self.levels
-            )
-            if not is_inside:
-                return value
-            operands = [self._copy(operand, copies) for operand in owner.operands]
-            copy = owner.operation.clone()
-            for i, operand in enumerate(operands):
-                copy.operands[i] = operand
-            copies[value] = copy.results[0]
-        return copies[value]
-
-
-def _loop_at(header: Any) -> _Loop | None:
-    """Return the loops that a block is the header of; None if they are not those of a product."""
     from iree.compiler import ir
 
-    levels = _levels_at(header)
-    if levels is None:
-        return None
-    sums, body = levels[-1].header.arguments[1], levels[-1].body
-    kind = _SUMS.fullmatch(str(sums.type))
-    loads = [op.operation for op in body.operations if op.operation.name == "llvm.load"]
-    panels = [op for op in loads if str(op.results[0].type) == f"vector<{COLUMNS}xf32>"]
-    rows = [op for op in loads if isinstance(op.results[0].type, ir.F32Type)]
-    if kind is None or len(panels) != 1 or not len(rows) == int(kind[1]) == len(loads) - 1:
-        return None
-    if not all(_is_added(row, panels[0], sums, i) for i, row in enumerate(rows)):
-        return None
-    loop = _Loop(levels, [row.operands[0] for row in rows], panels[0].operands[0])
-    is_whole = len(levels) == 1 or math.prod(loop.counts[1:]) % DEPTH == 0
-    is_suitable = loop.depth in _DEPTHS and LEAST_HEIGHT <= loop.height <= ROWS
-    return loop if is_whole and is_suitable else None
-
-
-def _levels_at(header: Any, begin: Any = None) -> list[_Level] | None:
-    """Return the loop that a block is the header of, and those inside; None if it is of none."""
-    if len(header.arguments) != 2:
-        return None
-    k, sums = header.arguments
-    (*_, end) = header.operations
-    if end.operation.name != "llvm.cond_br":
-        return None
-    test = end.operands[0].owner
-    count = _constant(test.operands[1]) if test.name == "llvm.icmp" else None
-    if count is None or test.operands[0] != k:
-        return None
-    body = header if len(end.operands) > 1 else _successors(end)[0]
-    level = _Level(header, body, count, begin)
-    (*before, on) = body.operations
-    if any(op.operation.name in _EFFECTS for op in before):
-        return None
-    if on.operation.name == "llvm.br" and on.operation.successors[0] == header:
-        return [level] if _is_next(on.operands[0], k) else None
-    inside, given = _successors(on)[0], list(on.operands)[-2:]
-    if len(given) < 2 or given[1] != sums or _constant(given[0]) != 0:
-        return None
-    levels = _levels_at(inside, given[0])
-    if levels is None:
-        return None
-    (*_, leave) = inside.operations
-    (*before, back) = leave.operation.successors[1].operations
-    is_back = back.operation.name == "llvm.br" and back.operation.successors[0] == header
-    if not is_back or any(op.operation.name in _EFFECTS for op in before):
-        return None
-    is_same = _is_next(back.operands[0], k) and back.operands[1] == inside.arguments[1]
-    return [level, *levels] if is_same else None
-
-
-def _is_next(value: Any, k: Any) -> bool:
-    owner = value.owner
-    is_sum = getattr(owner, "name", "") == "llvm.add" and owner.operands[0] == k
-    return is_sum and _constant(owner.operands[1]) == 1
-
-
-def _is_added(row: Any, panel: Any, sums: Any, index: int) -> bool:
-    """Say whether a number of a row, times the panel, is added to one of the sums, and that alone.
-
-    Before that it is put into a vector, and repeated.
-    """
-    value = row
-    for name in ("llvm.insertelement", "llvm.shufflevector", "llvm.intr.fmuladd"):
-        uses = [use.owner.operation for use in value.results[0].uses]
-        if len(uses) != 1 or uses[0].name != name:
-            return False
-        before, value = value, uses[0]
-    one, other, sum_ = value.operands
-    if {one, other} != {before.results[0], panel.results[0]} or sum_.owner.operands[0] != sums:
-        return False
-    uses = [use.owner.operation for use in value.results[0].uses]
-    positions = [list(op.attributes["position"]) for op in (sum_.owner, *uses)]
-    return [use.name for use in uses] == ["llvm.insertvalue"] and positions == [[index]] * 2
-
-
-def _constant(value: Any) -> int | None:
-    owner = value.owner
-    is_constant = getattr(owner, "name", "") == "llvm.mlir.constant"
-    return owner.attributes["value"].value if is_constant else None
-
-
-def _successors(op: Any) -> list[Any]:
-    """Return the blocks that an op goes on to, such that they outlive it."""
-    blocks = list(op.operation.block.region.blocks)
-    return [block for one in op.operation.successors for block in blocks if block == one]
+    outer, *inner = loop.levels
+    k, sums = outer.header.arguments
+    attempt, others = _go_on_elsewhere(outer.header)
+    call, done = (others.create_before() for _ in range(2))
+    with ir.InsertionPoint(attempt):
+        begin = {k: k} | {level.header.arguments[0]: level.begin for level in inner}
+        first = dict(begin)
+        rows = [loop.copy(row, first) for row in loop.rows]
+        panel = loop.copy(loop.panel, first)
+        ahead = list[Any]()
+        for level in loop.levels:
+            here = level.header.arguments[0]
+            (then,) = put(_NEXT, [begin[here]])
+            there = {**begin, here: then}
+            ahead += [loop.copy(pointer, there) for pointer in (loop.rows[0], loop.panel)]
+        can, *strides = put(_can(loop), [k, lent, panel, *ahead, *rows])
+        _branch(can, call, others)
+    with ir.InsertionPoint(call):
+        given = [rows[0], panel, product, parts, state, *strides]
+        (is_right,) = put(_call(loop), given)
+        _branch(is_right, done, others)
+    with ir.InsertionPoint(done):
+        sums, last = put(_add(loop), [sums, product])
+        ir.Operation.create("llvm.br", operands=[last, sums], successors=[outer.header])
 
 
 def _go_on_elsewhere(header: Any) -> tuple[Any, Any]:
@@ -327,7 +164,7 @@ def _go_on_elsewhere(header: Any) -> tuple[Any, Any]:
     from iree.compiler import ir
 
     (*_, end) = header.operations
-    body, leave = _successors(end)
+    body, leave = successors(end)
     attempt, others = (body.create_before() for _ in range(2))
     with ir.InsertionPoint(others):
         ir.Operation.create("llvm.br", operands=list(end.operands)[1:], successors=[body])
@@ -380,7 +217,7 @@ func.func @next(%k: i64) -> i64 {
 """
 
 
-def _can(loop: _Loop) -> str:
+def _can(loop: Loop) -> str:
     """Write what says whether loops are at their beginning, and read as the unit is to.
 
     It returns that, how many bytes there are from row to row, and from row to row of the panel, and
@@ -439,7 +276,7 @@ func.func @can(%k: i64, %lent: i1, {", ".join(f"{name}: !llvm.ptr" for name in p
 """
 
 
-def _call(loop: _Loop) -> str:
+def _call(loop: Loop) -> str:
     name = multiply_function(loop.height)
     types = "(!llvm.ptr, i64, !llvm.ptr, i64, i64, i64, i64, !llvm.ptr, !llvm.ptr, !llvm.ptr) -> i1"
     return f"""
@@ -455,7 +292,7 @@ func.func @call(%rows: !llvm.ptr, %panel: !llvm.ptr, %product: !llvm.ptr, %parts
 """
 
 
-def _add(loop: _Loop) -> str:
+def _add(loop: Loop) -> str:
     end = loop.steps * DEPTH if len(loop.levels) == 1 else loop.counts[0]
     vector = f"vector<{COLUMNS}xf32>"
     sums = f"!llvm.array<{loop.height} x {vector}>"

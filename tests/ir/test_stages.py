@@ -28,6 +28,7 @@ from lowering.stages.linalg_to_flow import form_dispatches, prepare
 from lowering.stages.multiply_tiles import multiply_tiles
 from lowering.stages.read_ahead import read_ahead
 from lowering.stages.read_in_panels import work_item
+from lowering.target import CompileTarget
 from npu_iree.targets import NPU_LOCAL
 
 Lower = Callable[..., dict[str, str]]
@@ -56,11 +57,14 @@ def lowered(tmp_path: Path) -> Lower:
     return lower
 
 
-def flags_for(cpu: str) -> tuple[str, ...]:
-    """IREE's flags for another CPU than this machine's."""
+def target_for(cpu: str) -> CompileTarget:
+    """The target, for another CPU than this machine's."""
     host = "--iree-llvmcpu-target-cpu=host"
-    target = NPU_LOCAL.compile.replacing(host, f"--iree-llvmcpu-target-cpu={cpu}")
-    return target.flag_sets[0]
+    return NPU_LOCAL.compile.replacing(host, f"--iree-llvmcpu-target-cpu={cpu}")
+
+
+def flags_for(cpu: str) -> tuple[str, ...]:
+    return target_for(cpu).flag_sets[0]
 
 
 def count(pattern: str, text: str) -> int:
@@ -202,9 +206,7 @@ def test_a_convolution_is_computed_by_tiles_where_rows_are_whole_blocks(
         lambda x, w: torch.relu(torch.conv2d(x, w, **window)),
         torch.zeros(1, channels, 20, places), torch.zeros(64, channels, 3, 3), weights=1,
     )  # fmt: skip
-    (flags,) = (c.flags for c in NPU_LOCAL.compile.candidates if c.name == "channels-last-packed")
-    host = "--iree-llvmcpu-target-cpu=host"
-    flags = tuple(f.replace(host, f"--iree-llvmcpu-target-cpu={cpu}") for f in flags)
+    (flags,) = (c.flags for c in target_for(cpu).candidates if c.name == "channels-last-packed")
     options = CompileOptions(flags=flags, parameters={"main": ("w",)})
     with IreeSession(options) as session:
         module = session.parse(ir["torch-to-linalg"])
