@@ -11,6 +11,7 @@ from lowering.signature import inverse
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device, dense_copy, why_not_in_place
 from npu_iree.frozen import (
+    Span,
     address_of,
     bytes_at,
     end_lazy_copy,
@@ -18,6 +19,7 @@ from npu_iree.frozen import (
     is_lazy_copy,
     is_same_memory,
     overlapping,
+    spans,
     storage_address,
     unversioned,
 )
@@ -162,12 +164,22 @@ def fetch(
             mode, name, where = device.crossing_mode, crossing.name, crossing.where
             record(Transfer("d2h", mode, array.nbytes, name, reader, where))
         record(Transfer("wait", "wait", 0, ", ".join(c.name for c in crossings), reader))
-    tensors = device.fetch(arrays)
-    if device.target.memory == "unified":
+    is_unified = device.target.memory == "unified"
+    # Before the wait, while the device works.
+    taken = spans(imported, are_others=True) if is_unified else []
+    stored = device.fetch(arrays)
+    tensors = [_in_order(t, c) for t, c in zip(stored, crossings, strict=True)]
+    if is_unified:
         if kept:
-            imported += device.fetch(kept)
-        _separate(tensors, imported, crossings, reader, targets)
-    return [_in_order(t, c) for t, c in zip(tensors, crossings, strict=True)]
+            others = device.fetch(kept)
+            imported += others
+            taken += spans(others, are_others=True)
+        for i, target in enumerate(targets):
+            if target is not None and is_same_memory(tensors[i], target):
+                tensors[i] = target
+        _separate(tensors, taken, crossings, reader, targets)
+        imported += tensors
+    return tensors
 
 
 def write_back(
@@ -184,19 +196,21 @@ def write_back(
         values: what is written; they may be, or be views of, arguments as they were.
         names: of the values.
     """
-    owned = {storage_address(t) for t in arguments}
-    fresh = [
-        v if is_same_memory(v, t) or storage_address(v) not in owned else v.clone()
-        for t, v in zip(arguments, values, strict=True)
+    ahead = [
+        (a, v, name)
+        for a, v, name in zip(arguments, values, names, strict=True)
+        if v is not a and not is_same_memory(v, a)
     ]
-    for argument, value, name in zip(arguments, fresh, names, strict=True):
-        if is_same_memory(value, argument):
-            continue
-        if is_watched() and device.target.memory == "unified":
+    if not ahead:
+        return
+    owned = {storage_address(a) for a in arguments}
+    fresh = [v.clone() if storage_address(v) in owned else v for _, v, _ in ahead]
+    if is_watched() and device.target.memory == "unified":
+        for _, value, name in ahead:
             reason = "written to the caller's memory"
             record(Transfer("d2h", "staged", value.nbytes, name, "the caller", "", reason))
-        with torch.no_grad():
-            unversioned(argument).copy_(value)
+    with torch.no_grad():
+        torch._foreach_copy_([unversioned(a) for a, _, _ in ahead], fresh)
 
 
 def _in_order(tensor: torch.Tensor, crossing: Crossing) -> torch.Tensor:
@@ -205,7 +219,7 @@ def _in_order(tensor: torch.Tensor, crossing: Crossing) -> torch.Tensor:
 
 def _separate(
     tensors: list[torch.Tensor],
-    imported: list[torch.Tensor],
+    taken: list[Span],
     crossings: Sequence[Crossing],
     reader: str,
     targets: Sequence[torch.Tensor | None],
@@ -213,21 +227,14 @@ def _separate(
     """Copy what came back in memory of an argument or of another result.
 
     The compiler hands the same buffer out twice where values are equal (`x + 0`, `y.clone()`); in
-    eager they are two tensors.
+    eager they are two tensors. What is the argument that it is to be written to stays.
     """
-    if not overlapping(tensors, imported):
-        imported += tensors
-        return
-    in_place = {
-        i
-        for i, target in enumerate(targets)
-        if target is not None and is_same_memory(_in_order(tensors[i], crossings[i]), target)
-    }
-    others = [i for i in range(len(tensors)) if i not in in_place]
-    for i in (others[k] for k in overlapping([tensors[i] for i in others], imported)):
+    own = spans(tensors)
+    if targets:
+        own = [span for span in own if tensors[span[2]] is not targets[span[2]]]
+    for i in overlapping(taken + own):
         if is_watched():
             reason = "its memory is also that of an argument, a state or another result"
             name, where = crossings[i].name, crossings[i].where
             record(Transfer("d2h", "staged", tensors[i].nbytes, name, reader, where, reason))
         tensors[i] = tensors[i].clone()
-    imported += tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -28,22 +28,9 @@ from npu_iree.executable import INLINE_EFFORT, Executable
 from npu_iree.timeline import wait_all
 from npu_iree.weights import Weights
 
-
-class _Environment(NamedTuple):
-    """The places of one call.
-
-    Attributes:
-        host: each value's bytes on the host, or its number.
-        handles: each value's handle.
-        imported: host memory that the device was given in place.
-    """
-
-    host: list[Any]
-    handles: list[DeviceArray | None]
-    imported: list[torch.Tensor]
-
-
-_RunStep = Callable[[_Environment], None]
+# Takes a call's places: each value's bytes on the host, or its number; each value's handle; and
+# host memory that the device was given in place.
+_RunStep = Callable[[list[Any], list[Any], list[torch.Tensor]], None]
 
 
 class Runner:
@@ -67,12 +54,16 @@ class Runner:
         self.plan = plan
         self.executables = executables
         self._device = device
-        self._index = {name: i for i, name in enumerate(_names(plan))}
+        names = _names(plan)
+        self._index = {name: i for i, name in enumerate(names)}
         self._crossings = self._find_crossings()
         self._targets = self._find_targets()
         self._weights = Weights(plan, device, executables, constants)
         self._steps = [self._prepare(step) for step in plan.steps]
-        self._constants = [(self._index[n], constants[n]) for n in plan.constants]
+        self._behind = [
+            constants[name] if name in plan.constants else None
+            for name in names[len(plan.inputs) :]
+        ]
         self._results = [
             (self._index[o.name], o.name in plan.kept) if isinstance(o, Value) else (-1, o)
             for o in plan.outputs
@@ -94,33 +85,25 @@ class Runner:
         """
         if len(args) != len(self.plan.inputs):
             raise InternalError(f"the graph takes {len(self.plan.inputs)} inputs, not {len(args)}")
-        size = len(self._index)
-        host: list[Any] = [None] * size
-        handles: list[DeviceArray | None] = [None] * size
+        host = [*args, *self._behind]
+        handles: list[Any] = [None] * len(host)
         for i, arg in enumerate(args):
             if isinstance(arg, DeviceArray):
-                handles[i] = arg
-            else:
-                host[i] = arg
-        for index, tensor in self._constants:
-            host[index] = tensor
+                host[i], handles[i] = None, arg
+        arg = None  # or it would hold the last of them
         self._weights.refresh(args)
         args.clear()
-        environment = _Environment(host, handles, [])
+        imported: list[torch.Tensor] = []
         try:
             for step in self._steps:
-                step(environment)
+                step(host, handles, imported)
         except BaseException:
             self._settle(handles)
             raise
-        return [self._result(environment, i, value) for i, value in self._results]
-
-    def _result(self, environment: _Environment, index: int, value: object) -> Any:
-        """Return a constant, or what is at a place: its handle if it stays on the device."""
-        if index < 0:
-            return value
-        handle = environment.handles[index]
-        return handle if value and handle is not None else environment.host[index]
+        return [
+            value if i < 0 else handles[i] if value and handles[i] is not None else host[i]
+            for i, value in self._results
+        ]
 
     def _find_crossings(self) -> dict[str, Crossing]:
         found = {}
@@ -174,8 +157,7 @@ class Runner:
             return self._put_step_once(crossings)
         imports = [(i, Import(device, crossing, given)) for i, crossing, given in crossings]
 
-        def run(environment: _Environment) -> None:
-            host, handles, imported = environment
+        def run(host: list[Any], handles: list[Any], imported: list[torch.Tensor]) -> None:
             for i, known in imports:
                 if handles[i] is None:
                     handles[i] = known.put(host[i], imported)
@@ -185,8 +167,7 @@ class Runner:
     def _put_step_once(self, crossings: Sequence[tuple[int, Crossing, bool]]) -> _RunStep:
         device = self._device
 
-        def run(environment: _Environment) -> None:
-            host, handles, imported = environment
+        def run(host: list[Any], handles: list[Any], imported: list[torch.Tensor]) -> None:
             for i, crossing, is_given in crossings:
                 if handles[i] is None:
                     handles[i] = put_in_place(device, host[i], crossing, imported, is_given)
@@ -206,8 +187,7 @@ class Runner:
         effort = Effort.of(code)
         is_small = effort.is_static and effort.bound({}) <= INLINE_EFFORT
 
-        def run(environment: _Environment) -> None:
-            host, handles, _ = environment
+        def run(host: list[Any], handles: list[Any], imported: list[torch.Tensor]) -> None:
             args: list[Any] = [handles[i] if is_tensor else host[i] for is_tensor, i in sources]
             if is_dynamic and any(map(is_empty, args)):
                 results = run_on_host(device, code, args, weights.bound(region))
@@ -225,8 +205,7 @@ class Runner:
         targets = [self._targets.get(v) for v in values]
         has_targets = any(i is not None for i in targets)
 
-        def run(environment: _Environment) -> None:
-            host, handles, imported = environment
+        def run(host: list[Any], handles: list[Any], imported: list[torch.Tensor]) -> None:
             arrays: list[Any] = [handles[i] for i in indices]
             places = [None if i is None else host[i] for i in targets] if has_targets else ()
             tensors = fetch(device, arrays, crossings, reader, imported, targets=places)
@@ -243,8 +222,7 @@ class Runner:
         sources = [self._index[name] for name in inputs]
         targets = [self._index[name] for name in outputs]
 
-        def run(environment: _Environment) -> None:
-            host = environment.host
+        def run(host: list[Any], handles: list[Any], imported: list[torch.Tensor]) -> None:
             results = function(*[host[i] for i in sources])
             for i, value in zip(targets, results, strict=True):
                 host[i] = value
@@ -259,8 +237,7 @@ class Runner:
         source = node.args[0] if is_size else None
         crossing = self._crossings.get(source.name) if isinstance(source, fx.Node) else None
 
-        def run(environment: _Environment) -> None:
-            host, handles, _ = environment
+        def run(host: list[Any], handles: list[Any], imported: list[torch.Tensor]) -> None:
 
             def value(source: fx.Node) -> Any:
                 i = places[source]
@@ -277,8 +254,7 @@ class Runner:
         device = self._device
         targets, sources = ([self._index[n] for n in names] for names in (inputs, values))
 
-        def run(environment: _Environment) -> None:
-            host = environment.host
+        def run(host: list[Any], handles: list[Any], imported: list[torch.Tensor]) -> None:
             if any(host[i] is None for i in targets):
                 raise InternalError("the graph writes to an argument that came as a handle")
             write_back(device, [host[i] for i in targets], [host[i] for i in sources], values)
@@ -286,8 +262,7 @@ class Runner:
         return run
 
     def _free_step(self, indices: Sequence[int]) -> _RunStep:
-        def run(environment: _Environment) -> None:
-            host, handles, _ = environment
+        def run(host: list[Any], handles: list[Any], imported: list[torch.Tensor]) -> None:
             for i in indices:
                 host[i] = handles[i] = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -92,13 +92,13 @@ class _Budget:
         self.limits[transfer.kind] = limit - 1
 
 
-_LEDGERS: ContextVar[tuple[Ledger, ...]] = ContextVar("ledgers", default=())
-_BUDGETS: ContextVar[tuple[_Budget, ...]] = ContextVar("budgets", default=())
+# What is told of each transfer: budgets, which may forbid it, then ledgers.
+_WATCHERS: ContextVar[tuple[Callable[[Transfer], None], ...]] = ContextVar("watchers", default=())
 
 
 def is_watched() -> bool:
     """Say whether anybody records or limits transfers here; if not, entries need not be made."""
-    return bool(_LEDGERS.get() or _BUDGETS.get())
+    return bool(_WATCHERS.get())
 
 
 def record(transfer: Transfer) -> None:
@@ -107,10 +107,8 @@ def record(transfer: Transfer) -> None:
     Raises:
         HostCopyError: a budget forbids it; it must not happen then.
     """
-    for budget in _BUDGETS.get():
-        budget.charge(transfer)
-    for ledger in _LEDGERS.get():
-        ledger.entries.append(transfer)
+    for watcher in _WATCHERS.get():
+        watcher(transfer)
 
 
 @contextmanager
@@ -126,11 +124,11 @@ def record_transfers(ledger: Ledger | None = None) -> Iterator[Ledger]:
         print(ledger)
     """
     ledger = Ledger() if ledger is None else ledger
-    token = _LEDGERS.set((*_LEDGERS.get(), ledger))
+    token = _WATCHERS.set((*_WATCHERS.get(), ledger.entries.append))
     try:
         yield ledger
     finally:
-        _LEDGERS.reset(token)
+        _WATCHERS.reset(token)
 
 
 @contextmanager
@@ -149,8 +147,8 @@ def copy_budget(
     """
     limits = {"h2d": h2d, "d2h": d2h, "wait": waits}
     budget = _Budget({kind: limit for kind, limit in limits.items() if limit is not None})
-    token = _BUDGETS.set((*_BUDGETS.get(), budget))
+    token = _WATCHERS.set((budget.charge, *_WATCHERS.get()))
     try:
         yield
     finally:
-        _BUDGETS.reset(token)
+        _WATCHERS.reset(token)

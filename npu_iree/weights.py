@@ -13,8 +13,11 @@ from lowering.plan import Plan
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device, dense_copy, why_not_in_place
 from npu_iree.executable import Executable
-from npu_iree.frozen import address_of, frozen
+from npu_iree.frozen import address_of, frozen, places_of
 from npu_iree.transfers import Transfer, is_watched, record
+
+Places = tuple[list[int], list[int]]
+_NOWHERE: Places = [-1], [-1]
 
 
 class Weights:
@@ -48,16 +51,18 @@ class Weights:
         self._executables = executables
         self._checked = [u for uses in self._uses.values() for u in uses if u.constant is None]
         self._positions = [use.position for use in self._checked]
-        self._addresses: list[int] | None = None if self._uses else []
+        # Where the weights that are checked were bound; None: there is none of them.
+        self._places: Places | None = _NOWHERE if self._uses else None
 
     def refresh(self, args: Sequence[Any]) -> None:
         """Bind the weights that are not, or no longer, what was bound."""
-        if [address_of(args[i]) for i in self._positions] == self._addresses:
+        places = places_of([args[i] for i in self._positions]) if self._positions else None
+        if places == self._places:
             return
         with self._lock:
             for region, uses in self._uses.items():
                 self._renew(self._executables[region], uses, args)
-            self._addresses = [use.address for use in self._checked]
+            self._places = places
 
     def bound(self, region: str) -> list[torch.Tensor]:
         """Return what a region has bound, in the order of its parameters."""

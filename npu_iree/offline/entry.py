@@ -16,7 +16,7 @@ from npu_iree.border import Crossing, fetch, put_in_place
 from npu_iree.device import Device
 from npu_iree.errors import ArgumentError, ArtifactError
 from npu_iree.executable import Executable
-from npu_iree.frozen import overlapping
+from npu_iree.frozen import overlapping, spans
 from npu_iree.offline.arguments import by_name, check_argument
 from npu_iree.offline.declarations import check_call
 from npu_iree.offline.sizes import check_ranges, evaluate, places_of
@@ -170,7 +170,8 @@ class LoadedEntry:
         if self._device.target.memory != "unified" or not kept or not given:
             return results
         tensors = self._device.fetch(kept)
-        copies = {id(kept[i]): self._device.put(tensors[i]) for i in overlapping(tensors, given)}
+        every = spans(tensors) + spans(given, are_others=True)
+        copies = {id(kept[i]): self._device.put(tensors[i]) for i in overlapping(every)}
         return [copies.get(id(result), result) for result in results]
 
     def _returned_states(self) -> dict[str, Any]:
