@@ -32,8 +32,8 @@ def storage_address(tensor: torch.Tensor) -> int:
     return start
 
 
-def places_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Return where the storages of tensors begin, and where in these the tensors begin.
+def addresses_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
+    """Return where the storages of tensors begin, and where in these the tensors do.
 
     Of every weight in every call: no Python is run for each.
     """
@@ -100,30 +100,28 @@ def frozen(tensor: torch.Tensor) -> torch.Tensor:
     return whole.as_strided(clone.size(), clone.stride(), clone.storage_offset())
 
 
-# Addresses, of the first byte and behind the last; and which tensor it is, or -1: any other.
+# Addresses, of the first byte and behind the last; and which tensor it is (of others: below 0).
 Span = tuple[int, int, int]
 
 
 def spans(tensors: Sequence[torch.Tensor], *, are_others: bool = False) -> list[Span]:
     """Return where the bytes of dense tensors are, but for empty ones."""
     found: list[Span] = []
-    i = -1
-    for tensor in tensors:  # of every call: nothing is called that can be written out
-        if not are_others:
-            i += 1
+    first = -len(tensors) if are_others else 0
+    for i, tensor in enumerate(tensors, first):  # of every call: all is written out
         if nbytes := tensor.nbytes:
             start: int = _data_address(tensor)
-            if offset := tensor.storage_offset():
-                start += int(offset) * tensor.element_size()
+            if offset := _offset(tensor):
+                start += offset * tensor.element_size()
             found.append((start, start + nbytes, i))
     return found
 
 
-def overlapping(spans: list[Span]) -> list[int]:
+def overlapping(every: list[Span]) -> list[int]:
     """Find which tensors share memory with others, or with one before them."""
     found: list[int] = []
     last_end, last = -1, -1
-    for start, end, i in sorted(spans):
+    for start, end, i in sorted(every):
         if start < last_end:
             found.append(max(i, last))
         if end > last_end:

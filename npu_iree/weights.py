@@ -13,11 +13,8 @@ from lowering.plan import Plan
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device, dense_copy, why_not_in_place
 from npu_iree.executable import Executable
-from npu_iree.frozen import address_of, frozen, places_of
+from npu_iree.frozen import address_of, addresses_of, frozen
 from npu_iree.transfers import Transfer, is_watched, record
-
-Places = tuple[list[int], list[int]]
-_NOWHERE: Places = [-1], [-1]
 
 
 class Weights:
@@ -49,20 +46,21 @@ class Weights:
             if region.parameters
         }
         self._executables = executables
-        self._checked = [u for uses in self._uses.values() for u in uses if u.constant is None]
-        self._positions = [use.position for use in self._checked]
-        # Where the weights that are checked were bound; None: there is none of them.
-        self._places: Places | None = _NOWHERE if self._uses else None
+        every = (use for uses in self._uses.values() for use in uses)
+        self._positions = [use.position for use in every if use.constant is None]
+        self._addresses: tuple[list[int], list[int]] | None = None
 
     def refresh(self, args: Sequence[Any]) -> None:
         """Bind the weights that are not, or no longer, what was bound."""
-        places = places_of([args[i] for i in self._positions]) if self._positions else None
-        if places == self._places:
+        if not self._uses:
+            return
+        addresses = addresses_of([args[i] for i in self._positions])
+        if addresses == self._addresses:
             return
         with self._lock:
             for region, uses in self._uses.items():
                 self._renew(self._executables[region], uses, args)
-            self._places = places
+            self._addresses = addresses
 
     def bound(self, region: str) -> list[torch.Tensor]:
         """Return what a region has bound, in the order of its parameters."""

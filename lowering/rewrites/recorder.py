@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,7 +34,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, graph: fx.Graph) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = graph
-        self._table = decomposition_table(keep_ops=_KEPT)
+        self._table = _table()
         self._fakes = FakeTensorMode()
         self._meta: Mapping[str, Any] = {}
         self._nodes: dict[int, tuple[torch.Tensor, fx.Node]] = {}
@@ -89,3 +91,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _node(self, tensor: torch.Tensor) -> fx.Node:
         return self._nodes[id(tensor)][1]
+
+
+@functools.cache
+def _table() -> Mapping[OpOverload, Callable[..., Any]]:
+    return decomposition_table(keep_ops=_KEPT)

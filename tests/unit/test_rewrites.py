@@ -254,7 +254,7 @@ def test_between_convolutions_channels_stay_last(step: str) -> None:
     torch.testing.assert_close(Dense(rewritten).run(x, c, one, two), network(x, c, one, two))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from(sorted(STEPS)), max_size=5), st.booleans(), st.data())
 def test_channels_last_in_any_order(steps: list[str], is_output: bool, data: st.DataObject) -> None:
     count, height, width = (data.draw(st.integers(1, 6)) for _ in range(3))
