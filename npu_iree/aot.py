@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch._aot_autograd.schemas import PlainTensorMeta
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lowering.decompositions import decomposition_table
+from lowering.plan import Plan
 from npu_iree.aot_cache import trace
+from npu_iree.empty_sizes import may_be_empty
 from npu_iree.options import Options
 
 _Compile = Callable[..., Any]
@@ -67,6 +70,32 @@ class _Table(Mapping[OpOverload, Callable[..., Any]]):
 
     def __len__(self) -> int:
         return len(self._table)
+
+
+def needs_no_wrapper(plan: Plan, inputs: Sequence[Any]) -> bool:
+    """Say whether AOTAutograd's wrapper does nothing around the calls of an inference graph.
+
+    It costs a tenth of a call that computes little. It counts versions of what is written to, makes
+    views of what is returned, sees to duplicates and subclasses of tensors, and keeps autograd and
+    autocast from the kernels of PyTorch's that run; of all these there must be none.
+
+    Args:
+        plan: of the graph.
+        inputs: of Dynamo's graph.
+    """
+    context = TracingContext.try_get()
+    found: Any = context.fw_metadata if context is not None else None
+    if found is None or plan.host_segments or any(map(may_be_empty, plan.regions.values())):
+        return False
+    tensors = (*found.subclass_inp_meta, *found.subclass_fw_graph_out_meta)
+    return (
+        len(plan.inputs) == len(found.input_info) == len(inputs)
+        and len(plan.outputs) == len(found.output_info)
+        and not any(info.mutates_data or info.mutates_metadata for info in found.input_info)
+        and all(isinstance(tensor, PlainTensorMeta) for tensor in tensors)
+        and not (found.num_outputs_aliased or found.num_intermediate_bases or found.tokens)
+        and found.grad_enabled_mutation is None
+    )
 
 
 def allow_second_backward() -> None:

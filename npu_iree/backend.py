@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from lowering.capture import CapturedGraph, capture_aot
 from npu_iree import bundles
 from npu_iree.aliasing import Aliases
-from npu_iree.aot import allow_second_backward, aot_backend
+from npu_iree.aot import allow_second_backward, aot_backend, needs_no_wrapper
 from npu_iree.cause import Cause
 from npu_iree.device import open_device
 from npu_iree.donation import NOTHING, Donated, donated_inputs, refuse_what_lives_on
@@ -85,6 +85,8 @@ def npu_iree(
             raise
         log.warning("a graph runs in eager, since it writes to an expanded tensor: %s", error)
         return graph_module
+    if len(source.inferred) == 1 and needs_no_wrapper(source.inferred[0].plan, example_inputs):
+        return source.inferred[0]
     return _guarded(compiled, graph_module, example_inputs, parsed)
 
 
@@ -123,6 +125,7 @@ class _Source:
     """Dynamo's side of a graph: AOTAutograd keeps the order of inputs, not names nor tensors.
 
     The cause is known while Dynamo compiles; a backward graph may be compiled at its first use.
+    `inferred` takes what runs the graph, if it is one without gradients, of host tensors.
     """
 
     inputs: tuple[Any, ...]
@@ -130,12 +133,13 @@ class _Source:
     caller: bundles.Caller | None
     cause: Cause
     donated: Donated
+    inferred: list[Runner]
 
     @classmethod
     def of(cls, graph_module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> _Source:
         names = input_names(graph_module)
         donated = donated_inputs(graph_module, inputs, options.donate)
-        return cls(tuple(inputs), names, bundles.caller(), Cause.now(), donated)
+        return cls(tuple(inputs), names, bundles.caller(), Cause.now(), donated, [])
 
 
 def input_names(graph_module: fx.GraphModule) -> tuple[str, ...]:
@@ -214,6 +218,7 @@ def _compile_aot(
     captured = capture_aot(graph_module, weights, source.names if is_same else (), kind)
     written, captured = captured.written, graphs.placed(captured)
     captured = replace(captured, donated=frozenset(captured.inputs[i] for i in donated.names))
+    loaded: Runner | None = None
     runner: Callable[[list[Any]], list[Any]]
     with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
         try:
@@ -226,6 +231,8 @@ def _compile_aot(
             runner = _unboxed(captured.run_eagerly)
     if captured.handles or captured.kept:
         runner = graphs.HandleRunner(runner, captured, written, views, donated)
+    elif loaded is not None and kind == "inference":
+        source.inferred.append(loaded)
 
     def run(args: list[Any]) -> list[Any]:
         return list(runner(args))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -98,19 +99,34 @@ class Import:
         self._is_given = is_given
         self._can_stay = device.target.memory == "unified" and crossing.back is None
         self._last = -1
-        self._known: tuple[int, torch.Size, DeviceArray] | None = None
+        self._known: Known | None = None
 
     def put(self, tensor: torch.Tensor, imported: list[torch.Tensor]) -> DeviceArray:
         """Do what `put_in_place` does; nothing at all, if the tensor is where it was before."""
-        address, known = address_of(tensor), self._known
-        if known is not None and known[0] == address and known[1] == tensor.shape:
-            if _is_plain(tensor) and not is_watched():
-                imported.append(tensor)
-                return known[2]
-        elif self._can_stay and address == self._last and _is_plain(tensor) and tensor.nbytes:
+        if (known := self.known(tensor)) is not None and not is_watched():
+            imported.append(tensor)
+            return known.handle
+        address = address_of(tensor)
+        if self._can_stay and address == self._last and _is_plain(tensor) and tensor.nbytes:
             self._remember(tensor, address)
         self._last = address
         return put_in_place(self._device, tensor, self._crossing, imported, self._is_given)
+
+    def known(self, tensor: torch.Tensor) -> Known | None:
+        """Return what is known of a tensor that is where it was before, else None."""
+        known = self._known
+        if (  # of every input of every call: all is written out
+            known is not None
+            and storage_address(tensor) == known.storage
+            and tensor.storage_offset() == known.offset
+            and tensor.shape == known.shape
+            and tensor.is_contiguous()
+            and not is_lazy_copy(tensor)
+            and not tensor.is_neg()
+            and not tensor.is_conj()
+        ):
+            return known
+        return None
 
     def _remember(self, tensor: torch.Tensor, address: int) -> None:
         if address % self._device.target.alignment_bytes:
@@ -118,9 +134,35 @@ class Import:
         memory = bytes_at(address, tensor.nbytes, owner=None)
         alias = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
         view, ready = self._device.memory.put(alias, NOW, self._crossing.name)
-        shape = tuple(tensor.shape)
-        array = DeviceArray(self._device, view, shape, tensor.dtype, ready)
-        self._known = (address, tensor.shape, array)
+        handle = DeviceArray(self._device, view, tuple(tensor.shape), tensor.dtype, ready)
+        self._known = Known(
+            storage_address(tensor),
+            int(tensor.storage_offset()),
+            tensor.shape,
+            handle,
+            view,
+            (address, address + tensor.nbytes, -1),
+        )
+
+
+class Known(NamedTuple):
+    """Where an input was, and what the device has of that memory.
+
+    Attributes:
+        storage: the address of its storage.
+        offset: of the tensor in there, in elements.
+        shape: of the tensor.
+        handle: of the memory; owns nothing.
+        view: IREE's.
+        span: its addresses.
+    """
+
+    storage: int
+    offset: int
+    shape: torch.Size
+    handle: DeviceArray
+    view: Any
+    span: Span
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -168,17 +210,49 @@ def fetch(
     # Before the wait, while the device works.
     taken = spans(imported, are_others=True) if is_unified else []
     stored = device.fetch(arrays)
-    tensors = [_in_order(t, c) for t, c in zip(stored, crossings, strict=True)]
+    if is_unified and kept:
+        others = device.fetch(kept)
+        imported += others
+        taken += spans(others, are_others=True)
     if is_unified:
-        if kept:
-            others = device.fetch(kept)
-            imported += others
-            taken += spans(others, are_others=True)
+        return land(stored, crossings, reader, imported, taken, targets)
+    return _in_order(stored, crossings)
+
+
+def land(
+    stored: list[torch.Tensor],
+    crossings: Sequence[Crossing],
+    reader: str,
+    imported: list[torch.Tensor],
+    taken: list[Span],
+    targets: Sequence[torch.Tensor | None] = (),
+) -> list[torch.Tensor]:
+    """Make what came back in place the results of a call, each in memory of its own.
+
+    Args:
+        stored: what came back, in the order of the device's memory.
+        crossings: what is known of each.
+        reader: who needs them.
+        imported: takes the results.
+        taken: memory that is others'.
+        targets: as for `fetch`.
+    """
+    tensors = _in_order(stored, crossings)
+    own = spans(tensors)
+    if targets:
         for i, target in enumerate(targets):
             if target is not None and is_same_memory(tensors[i], target):
                 tensors[i] = target
-        _separate(tensors, taken, crossings, reader, targets)
-        imported += tensors
+        own = [span for span in own if tensors[span[2]] is not targets[span[2]]]
+    # The compiler hands the same buffer out twice where values are equal (`x + 0`, `y.clone()`); in
+    # eager they are two tensors. What is the argument that it is to be written to stays.
+    for i in overlapping(taken + own):
+        if is_watched():
+            reason = "its memory is also that of an argument, a state or another result"
+            name, where = crossings[i].name, crossings[i].where
+            record(Transfer("d2h", "staged", tensors[i].nbytes, name, reader, where, reason))
+        tensors[i] = tensors[i].clone()
+    imported += tensors
     return tensors
 
 
@@ -213,28 +287,9 @@ def write_back(
         torch._foreach_copy_([unversioned(a) for a, _, _ in ahead], fresh)
 
 
-def _in_order(tensor: torch.Tensor, crossing: Crossing) -> torch.Tensor:
-    return tensor if crossing.back is None else tensor.permute(crossing.back)
-
-
-def _separate(
-    tensors: list[torch.Tensor],
-    taken: list[Span],
-    crossings: Sequence[Crossing],
-    reader: str,
-    targets: Sequence[torch.Tensor | None],
-) -> None:
-    """Copy what came back in memory of an argument or of another result.
-
-    The compiler hands the same buffer out twice where values are equal (`x + 0`, `y.clone()`); in
-    eager they are two tensors. What is the argument that it is to be written to stays.
-    """
-    own = spans(tensors)
-    if targets:
-        own = [span for span in own if tensors[span[2]] is not targets[span[2]]]
-    for i in overlapping(taken + own):
-        if is_watched():
-            reason = "its memory is also that of an argument, a state or another result"
-            name, where = crossings[i].name, crossings[i].where
-            record(Transfer("d2h", "staged", tensors[i].nbytes, name, reader, where, reason))
-        tensors[i] = tensors[i].clone()
+def _in_order(stored: list[torch.Tensor], crossings: Sequence[Crossing]) -> list[torch.Tensor]:
+    """Return tensors in the order of their dimensions; the list is used up."""
+    for i, crossing in enumerate(crossings):
+        if crossing.back is not None:
+            stored[i] = stored[i].permute(crossing.back)
+    return stored

@@ -147,9 +147,10 @@ class Device:
             for point in self.order():
                 with contextlib.suppress(DeviceError):
                     point.wait(timeout_s)
-        return [self._as_tensor(v, a.dtype) for v, a in zip(views, arrays, strict=True)]
+        return [self.as_tensor(v, a.dtype) for v, a in zip(views, arrays, strict=True)]
 
-    def _as_tensor(self, view: object, dtype: torch.dtype) -> torch.Tensor:
+    def as_tensor(self, view: object, dtype: torch.dtype) -> torch.Tensor:
+        """Return the bytes of a view, which the host may read, as a tensor of this dtype."""
         tensor: torch.Tensor = torch._C._from_dlpack(self.hal.create_dlpack_capsule(view, 1, 0))
         return tensor if tensor.dtype is dtype else tensor.view(dtype)
 

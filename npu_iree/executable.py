@@ -18,9 +18,11 @@ from lowering.signature import TensorSpec
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device
 from npu_iree.errors import DeviceError
-from npu_iree.timeline import Timepoint, Work, joined, new_fence, submitted
+from npu_iree.timeline import NO_WAIT, Timepoint, Work, joined, new_fence, submitted
 
 _INSTANCE = hal.VmInstance()
+_List: Any = hal.VmVariantList
+_View: Any = hal.HalBufferView
 # Up to this effort a call runs on the calling thread. At the limit that takes 5 to 50 us, about as
 # long as a thread takes to wake (on idle virtual CPUs, two of them: 25 to 60 us of each call).
 INLINE_EFFORT = 1 << 17
@@ -94,9 +96,10 @@ class Executable:
         """
         if not is_small or not self._can_inline:
             return self._queue
-        points[:] = [p for p in points if not p.look()]
         if points:
-            return self._queue
+            points[:] = [p for p in points if not p.look()]
+            if points:
+                return self._queue
         if self._inline is None:
             with self._lock:
                 self._inline = self._inline or self._loaded(self._device.inline)
@@ -155,6 +158,7 @@ class Function:
         self._device = executable._device
         self._function = function
         self._outputs = [(DTYPES[s.dtype], _static(s)) for s in entry.signature.outputs]
+        self._places = range(len(self._outputs))
 
     def __call__(
         self, *args: DeviceArray | int | float | bool, is_small: bool = False
@@ -171,15 +175,50 @@ class Function:
             DeviceError: the work that makes an argument has failed already, or IREE refuses the
                 call.
         """
-        inputs = hal.VmVariantList(len(args) + 2)
-        points = self._push(args, inputs)
+        inputs = _List(len(args) + 2)
+        points = self.ahead()
+        for arg in args:
+            if isinstance(arg, DeviceArray):
+                inputs.push_ref(arg._view)
+                if not (ready := arg.ready)._reached:
+                    points.append(ready)
+            else:
+                push_number(inputs, arg)
+        views, ready = self.submit(inputs, points, is_small)
+        arrays = []
+        for view, (dtype, shape) in zip(views, self._outputs, strict=True):
+            shape_now = tuple(view.shape) if shape is None else shape
+            arrays.append(DeviceArray(self._device, view, shape_now, dtype, ready))
+        return arrays
+
+    def ahead(self) -> list[Timepoint]:
+        """Return what every call waits for, its arguments aside."""
+        bound, device = self._executable._bound, self._device
+        points = [p for p in bound if not p.is_reached()] if bound else []
+        if device._held or device._is_of_parent or device.order is not None:
+            points.append(device.start_point())
+        return points
+
+    def submit(
+        self, inputs: Any, points: list[Timepoint], is_small: bool
+    ) -> tuple[list[Any], Timepoint]:
+        """Submit a call; returns the results' buffer views, and when their bytes exist.
+
+        Args:
+            inputs: IREE's list of the arguments, which is used up.
+            points: what the device waits for.
+            is_small: as for `__call__`.
+
+        Raises:
+            DeviceError: as `__call__`.
+        """
         executable = self._executable
         lane = executable._lane(points, is_small)
-        fence, ahead = joined(points)
+        fence, ahead = joined(points) if points else (NO_WAIT, ())
         signal = new_fence(lane.device)
         inputs.push_ref(fence)
         inputs.push_ref(signal)
-        results = hal.VmVariantList(len(self._outputs))
+        results = _List(len(self._places))
         try:
             with executable._lock:
                 lane.context.invoke(self._function, inputs, results)
@@ -190,36 +229,19 @@ class Function:
         ready = Timepoint(signal, self.work, ahead)
         if lane is not executable._queue:
             ready.look()
-        arrays = self._pop(results, submitted(ready))
+        views = [results.get_as_object(i, _View) for i in self._places]
+        submitted(ready)
         if not ready._reached:
-            self._device.track(ready, sum([array.nbytes for array in arrays]))
-        return arrays
+            self._device.track(ready, sum([view.byte_length for view in views]))
+        return views, ready
 
-    def _push(self, args: Sequence[DeviceArray | float], inputs: Any) -> list[Timepoint]:
-        """Append the arguments of a call; returns the points in time that it waits for."""
-        bound, device = self._executable._bound, self._device
-        points = [p for p in bound if not p.is_reached()] if bound else []
-        for arg in args:
-            if isinstance(arg, DeviceArray):
-                inputs.push_ref(arg._view)
-                if not (ready := arg.ready)._reached:
-                    points.append(ready)
-            elif isinstance(arg, float):
-                inputs.push_float(arg)
-            else:
-                inputs.push_int(arg)
-        if device._held or device._is_of_parent or device.order is not None:
-            points.append(device.start_point())
-        return points
 
-    def _pop(self, results: Any, ready: Timepoint) -> list[DeviceArray]:
-        """Take the results of a call as handles."""
-        arrays = []
-        for i, (dtype, shape) in enumerate(self._outputs):
-            view = results.get_as_object(i, hal.HalBufferView)
-            shape_now = tuple(view.shape) if shape is None else shape
-            arrays.append(DeviceArray(self._device, view, shape_now, dtype, ready))
-        return arrays
+def push_number(inputs: Any, number: float) -> None:
+    """Append a number to IREE's list of the arguments of a call."""
+    if isinstance(number, float):
+        inputs.push_float(number)
+    else:
+        inputs.push_int(number)
 
 
 def _static(spec: TensorSpec) -> tuple[int, ...] | None:

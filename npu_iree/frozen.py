@@ -10,26 +10,23 @@ Source: `torch._lazy_clone`, c10/core/impl/COW.h.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-_data_address: Any = torch._C._data_address  # type: ignore[attr-defined]
+# Where a tensor's storage begins; unlike `untyped_storage().data_ptr()`, without ending a
+# copy-on-write. This and the next are asked of every input in every call: no Python is around them.
+storage_address: Callable[[torch.Tensor], int] = torch._C._data_address  # type: ignore[attr-defined]
+# Whether a tensor's memory is copied at the first write.
+is_lazy_copy: Callable[[torch.Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 _offset: Any = torch.Tensor.storage_offset
 
 
 def address_of(tensor: torch.Tensor) -> int:
     """Return where a tensor's bytes are; unlike `data_ptr()`, without ending a copy-on-write."""
-    address: int = _data_address(tensor) + tensor.storage_offset() * tensor.element_size()
-    return address
-
-
-def storage_address(tensor: torch.Tensor) -> int:
-    """Return where a tensor's storage begins, without ending a copy-on-write."""
-    start: int = _data_address(tensor)
-    return start
+    return storage_address(tensor) + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
@@ -37,12 +34,7 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]
 
     Of every weight in every call: no Python is run for each.
     """
-    return list(map(_data_address, tensors)), list(map(_offset, tensors))
-
-
-def is_lazy_copy(tensor: torch.Tensor) -> bool:
-    """Say whether the tensor's memory is copied at the first write."""
-    return bool(torch._C._is_cow_tensor(tensor))  # type: ignore[attr-defined]
+    return list(map(storage_address, tensors)), list(map(_offset, tensors))
 
 
 def end_lazy_copy(tensor: torch.Tensor) -> None:
@@ -110,7 +102,7 @@ def spans(tensors: Sequence[torch.Tensor], *, are_others: bool = False) -> list[
     first = -len(tensors) if are_others else 0
     for i, tensor in enumerate(tensors, first):  # of every call: all is written out
         if nbytes := tensor.nbytes:
-            start: int = _data_address(tensor)
+            start = storage_address(tensor)
             if offset := _offset(tensor):
                 start += offset * tensor.element_size()
             found.append((start, start + nbytes, i))
@@ -121,7 +113,8 @@ def overlapping(every: list[Span]) -> list[int]:
     """Find which tensors share memory with others, or with one before them."""
     found: list[int] = []
     last_end, last = -1, -1
-    for start, end, i in sorted(every):
+    every.sort()
+    for start, end, i in every:
         if start < last_end:
             found.append(max(i, last))
         if end > last_end:

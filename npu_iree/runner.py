@@ -16,7 +16,7 @@ from lowering.abi import ENTRY
 from lowering.effort import Effort
 from lowering.host import extract_host
 from lowering.plan import Free, Gather, Host, Invoke, Plan, Put, Scalar, Step, Value, Write
-from lowering.region import memory_order
+from lowering.region import Region, memory_order
 from lowering.signature import TensorSpec
 from lowering.source import user_line
 from npu_iree.array import DeviceArray
@@ -25,12 +25,9 @@ from npu_iree.device import Device
 from npu_iree.empty_sizes import is_empty, may_be_empty, run_on_host
 from npu_iree.errors import DeviceError, InternalError
 from npu_iree.executable import INLINE_EFFORT, Executable
+from npu_iree.round_trip import RoundTrip, RunStep, find_round_trip
 from npu_iree.timeline import wait_all
 from npu_iree.weights import Weights
-
-# Takes a call's places: each value's bytes on the host, or its number; each value's handle; and
-# host memory that the device was given in place.
-_RunStep = Callable[[list[Any], list[Any], list[torch.Tensor]], None]
 
 
 class Runner:
@@ -59,7 +56,10 @@ class Runner:
         self._crossings = self._find_crossings()
         self._targets = self._find_targets()
         self._weights = Weights(plan, device, executables, constants)
+        self._imports: dict[str, Import] = {}
         self._steps = [self._prepare(step) for step in plan.steps]
+        if (span := find_round_trip(plan)) is not None and device.target.memory == "unified":
+            self._steps[span] = [self._round_trip_step(plan.steps[span], self._steps[span])]
         self._behind = [
             constants[name] if name in plan.constants else None
             for name in names[len(plan.inputs) :]
@@ -129,7 +129,7 @@ class Runner:
         ]
         return {value: self._index[name] for name, value in pairs if name in given}
 
-    def _prepare(self, step: Step) -> _RunStep:
+    def _prepare(self, step: Step) -> RunStep:
         match step:
             case Put(values):
                 return self._put_step(values)
@@ -146,7 +146,7 @@ class Runner:
             case Free(values):
                 return self._free_step([self._index[v] for v in values])
 
-    def _put_step(self, values: Sequence[str]) -> _RunStep:
+    def _put_step(self, values: Sequence[str]) -> RunStep:
         device = self._device
         given = set(self._targets.values())
         indices = [self._index[v] for v in values]
@@ -155,7 +155,11 @@ class Runner:
         ]
         if self.plan.kept:  # a call may end before the device has read what it was given
             return self._put_step_once(crossings)
-        imports = [(i, Import(device, crossing, given)) for i, crossing, given in crossings]
+        self._imports.update(
+            (v, Import(device, crossing, given))
+            for v, (_, crossing, given) in zip(values, crossings, strict=True)
+        )
+        imports = [(i, self._imports[v]) for v, i in zip(values, indices, strict=True)]
 
         def run(host: list[Any], handles: list[Any], imported: list[torch.Tensor]) -> None:
             for i, known in imports:
@@ -164,7 +168,7 @@ class Runner:
 
         return run
 
-    def _put_step_once(self, crossings: Sequence[tuple[int, Crossing, bool]]) -> _RunStep:
+    def _put_step_once(self, crossings: Sequence[tuple[int, Crossing, bool]]) -> RunStep:
         device = self._device
 
         def run(host: list[Any], handles: list[Any], imported: list[torch.Tensor]) -> None:
@@ -174,7 +178,7 @@ class Runner:
 
         return run
 
-    def _invoke_step(self, region: str, inputs: Sequence[str], outputs: Sequence[str]) -> _RunStep:
+    def _invoke_step(self, region: str, inputs: Sequence[str], outputs: Sequence[str]) -> RunStep:
         function = self.executables[region].functions[ENTRY]
         specs = self.plan.regions[region].signature.inputs
         sources = [
@@ -184,8 +188,7 @@ class Runner:
         targets = [self._index[name] for name in outputs]
         code, device, weights = self.plan.regions[region], self._device, self._weights
         is_dynamic = may_be_empty(code)
-        effort = Effort.of(code)
-        is_small = effort.is_static and effort.bound({}) <= INLINE_EFFORT
+        is_small = _is_small(code)
 
         def run(host: list[Any], handles: list[Any], imported: list[torch.Tensor]) -> None:
             args: list[Any] = [handles[i] if is_tensor else host[i] for is_tensor, i in sources]
@@ -198,7 +201,24 @@ class Runner:
 
         return run
 
-    def _gather_step(self, values: Sequence[str], reader: str) -> _RunStep:
+    def _round_trip_step(self, steps: Sequence[Step], one_by_one: Sequence[RunStep]) -> RunStep:
+        """Run several steps as one, or one by one."""
+        (invoke,) = (step for step in steps if isinstance(step, Invoke))
+        (gather,) = (step for step in steps if isinstance(step, Gather))
+        code = self.plan.regions[invoke.region]
+        return RoundTrip(
+            self._device,
+            self.executables[invoke.region].functions[ENTRY],
+            sources=[(self._index[name], self._imports.get(name)) for name in invoke.inputs],
+            results=[self._index[name] for name in invoke.outputs],
+            crossings=[self._crossings[name] for name in invoke.outputs],
+            targets=[self._targets.get(name) for name in invoke.outputs],
+            reader=gather.reader,
+            is_small=_is_small(code),
+            one_by_one=one_by_one,
+        ).run
+
+    def _gather_step(self, values: Sequence[str], reader: str) -> RunStep:
         device = self._device
         crossings = [self._crossings[v] for v in values]
         indices = [self._index[v] for v in values]
@@ -214,7 +234,7 @@ class Runner:
 
         return run
 
-    def _host_step(self, segment: str, inputs: Sequence[str], outputs: Sequence[str]) -> _RunStep:
+    def _host_step(self, segment: str, inputs: Sequence[str], outputs: Sequence[str]) -> RunStep:
         nodes = self.plan.host_segments[segment].nodes
         function = extract_host(self.plan.host_segments[segment]).forward
         if all(is_builtin(n.target) for n in nodes if isinstance(n.target, OpOverload)):
@@ -229,7 +249,7 @@ class Runner:
 
         return run
 
-    def _scalar_step(self, node: fx.Node) -> _RunStep:
+    def _scalar_step(self, node: fx.Node) -> RunStep:
         output = self._index[node.name]
         places = {n: self._index[n.name] for n in node.all_input_nodes}
         target: Any = node.target
@@ -250,7 +270,7 @@ class Runner:
 
         return run
 
-    def _write_step(self, inputs: Sequence[str], values: Sequence[str]) -> _RunStep:
+    def _write_step(self, inputs: Sequence[str], values: Sequence[str]) -> RunStep:
         device = self._device
         targets, sources = ([self._index[n] for n in names] for names in (inputs, values))
 
@@ -261,7 +281,7 @@ class Runner:
 
         return run
 
-    def _free_step(self, indices: Sequence[int]) -> _RunStep:
+    def _free_step(self, indices: Sequence[int]) -> RunStep:
         def run(host: list[Any], handles: list[Any], imported: list[torch.Tensor]) -> None:
             for i in indices:
                 host[i] = handles[i] = None
@@ -272,6 +292,12 @@ class Runner:
         """Wait for what a failed call has submitted: it reads the caller's memory in place."""
         with contextlib.suppress(DeviceError):
             wait_all([h.ready for h in handles if h is not None])
+
+
+def _is_small(region: Region) -> bool:
+    """Say whether a region may run on the calling thread."""
+    effort = Effort.of(region)
+    return effort.is_static and effort.bound({}) <= INLINE_EFFORT
 
 
 def _shape_only(array: DeviceArray | None, crossing: Crossing | None) -> torch.Tensor:
