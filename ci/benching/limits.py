@@ -13,6 +13,7 @@ import numpy as np
 
 from npu_iree.device import DRIVER_FLAGS
 from npu_iree.profiling.tools import RUNNER, find_tool
+from npu_iree.transfers import record_transfers
 
 
 def export_module(folder: Path, call: Callable[[], Any]) -> str:
@@ -45,7 +46,8 @@ def export_module(folder: Path, call: Callable[[], Any]) -> str:
 
     Function.__call__ = noting  # type: ignore[method-assign]
     try:
-        call()
+        with record_transfers():  # which a call tells of handle by handle
+            call()
     finally:
         Function.__call__ = original  # type: ignore[method-assign]
     for i, handle in enumerate(taken):
