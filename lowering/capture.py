@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,9 +77,15 @@ class CapturedGraph:
         pairs = zip(self.written, values, strict=True)
         return tuple((node, value) for node, value in pairs if isinstance(value, fx.Node))
 
+    @functools.cached_property
+    def _forward(self) -> Callable[..., Sequence[Any]]:
+        self.graph_module.recompile()  # its graph has changed since its code was written
+        forward: Callable[..., Sequence[Any]] = self.graph_module.forward
+        return forward
+
     def run_eagerly(self, *args: Any) -> list[Any]:
         """Run the graph with PyTorch's own kernels."""
-        values = list(self.graph_module(*args))
+        values = list(self._forward(*args))
         count = len(self.results)
         news = [v.clone() if any(v is arg for arg in args) else v for v in values[count:]]
         arguments = dict(zip(self.inputs, args, strict=True))
@@ -174,7 +181,6 @@ def normalize(graph_module: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
     _share_sizes(graph_module.graph)
     make_empty_values(graph_module.graph)
     graph_module.graph.eliminate_dead_code()
-    graph_module.recompile()
     constants: dict[fx.Node, torch.Tensor] = {}
     for node in graph_module.graph.nodes:
         if node.op in ("call_module", "call_method"):

@@ -12,6 +12,7 @@ from torch import fx
 from lowering.abi import parameter_name
 from lowering.capture import INLINE_CONSTANT_ELEMENTS, CapturedGraph
 from lowering.dtypes import dtype_name
+from lowering.graph_modules import graph_module_of
 from lowering.segments import Segment
 from lowering.signature import ScalarSpec, Signature, TensorSpec, inverse
 from lowering.source import SourceLine, user_line
@@ -94,7 +95,7 @@ def extract_region(
     )
     return Region(
         name=segment.name,
-        graph_module=fx.GraphModule(owner if owner is not None else {}, graph),
+        graph_module=graph_module_of(owner, graph),
         inputs=inputs,
         parameters=parameters,
         parameter_names=tuple(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -183,8 +184,10 @@ def _pytorchs_key(
     with (
         config.patch(cache_key_tag=tag),
         functorch_config.patch(bundled_autograd_cache=False),
-        # For its key, PyTorch imports Inductor's code generators, which takes half a second.
+        # For its key, PyTorch imports Inductor's code generators, which takes half a second, and
+        # reads all of its own sources, which takes a tenth.
         patch.object(codecache, "init_backend_registration", lambda: None),
+        patch.object(codecache, "torch_key", _torch_build),
     ):
         yield
 
@@ -274,3 +277,23 @@ def _build() -> Sequence[str]:
     here = Path(__file__)
     ours = [path.read_text() for path in (here, here.with_name("aot.py"))]
     return [*map(str, compiler_build().items()), *map(text_digest, ours)]
+
+
+@functools.cache
+def _torch_build() -> bytes:
+    """Return what tells one PyTorch from another, and from itself after somebody has edited it.
+
+    As Python tells whether a file has changed since it was compiled: by its time and size.
+    """
+    root = Path(torch.__file__).parent
+    files = sorted((path, stat.st_mtime_ns, stat.st_size) for path, stat in _sources(str(root)))
+    return text_digest(repr((torch.__version__, files))).encode()
+
+
+def _sources(folder: str) -> Iterator[tuple[str, os.stat_result]]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir():
+                yield from _sources(entry.path)
+            elif entry.name.endswith(".py"):
+                yield entry.path, entry.stat()

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from lowering.graph_modules import graph_module_of
 from lowering.nodes import takes_static_tensors
 from lowering.rewrites import broadcasts, convolutions, products
 from lowering.rewrites.channels_last import ChannelsLast
@@ -72,4 +73,4 @@ def _by_rules(graph_module: fx.GraphModule, rules: Sequence[Mapping[Any, Rule]])
             new = graph.node_copy(node, values.__getitem__)
         values[node] = new
     graph.eliminate_dead_code()
-    return fx.GraphModule(graph_module, graph) if is_rewritten else graph_module
+    return graph_module_of(graph_module, graph) if is_rewritten else graph_module

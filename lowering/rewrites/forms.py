@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from lowering.graph_modules import graph_module_of
 from lowering.nodes import takes_static_tensors
 from lowering.rewrites.recorder import Recorder
 
@@ -46,7 +47,7 @@ class Forms(ABC):
         if not self.is_changed:
             return graph_module
         self._graph.eliminate_dead_code()
-        return fx.GraphModule(graph_module, self._graph)
+        return graph_module_of(graph_module, self._graph)
 
     @abstractmethod
     def move(self, node: fx.Node) -> bool:

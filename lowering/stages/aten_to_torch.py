@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import fx
 
+from lowering.graph_modules import graph_module_of
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.call_kernels import call_kernels
 from lowering.stages.torch_mlir_context import TorchMlirContext
@@ -70,7 +71,7 @@ def _marked(graph_module: fx.GraphModule, position: int) -> fx.GraphModule:
     for i, node in enumerate(graph_module.graph.nodes):
         copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta["stack_trace"] = f'File "{NODE_FILE}{position}", line {i}, in graph'
-    return fx.GraphModule(graph_module, graph)
+    return graph_module_of(graph_module, graph)
 
 
 @contextlib.contextmanager
