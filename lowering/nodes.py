@@ -116,8 +116,9 @@ def draws_random_numbers(node: fx.Node) -> bool:
 
 def makes_sizes(node: fx.Node) -> bool:
     """Say whether sizes of a node's result depend on its arguments' data: `x[x > 0]`."""
-    known = [n.meta.get("val") for n in node.all_input_nodes]
-    return bool(_unbacked(node.meta.get("val")).difference(*map(_unbacked, known)))
+    made = _unbacked(node.meta.get("val"))
+    known = [_unbacked(n.meta.get("val")) for n in node.all_input_nodes] if made else []
+    return bool(made.difference(*known))
 
 
 def _unbacked(value: object) -> frozenset[object]:
