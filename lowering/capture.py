@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from torch._guards import detect_fake_mode
 
 from lowering.empty import make_empty_values
 from lowering.errors import InternalError
+from lowering.graph_modules import with_code
 from lowering.nodes import view_root
 from lowering.randomness import read_sizes_only
 
@@ -77,21 +77,24 @@ class CapturedGraph:
         pairs = zip(self.written, values, strict=True)
         return tuple((node, value) for node, value in pairs if isinstance(value, fx.Node))
 
-    @functools.cached_property
-    def _forward(self) -> Callable[..., Sequence[Any]]:
-        self.graph_module.recompile()  # its graph has changed since its code was written
-        forward: Callable[..., Sequence[Any]] = self.graph_module.forward
-        return forward
+    def eager(self) -> Callable[[list[Any]], list[Any]]:
+        """Return what runs the graph with PyTorch's own kernels.
 
-    def run_eagerly(self, *args: Any) -> list[Any]:
-        """Run the graph with PyTorch's own kernels."""
-        values = list(self._forward(*args))
+        It takes its arguments out of their list, as AOTAutograd's compiled graphs do.
+        """
+        forward, inputs, written = with_code(self.graph_module), self.inputs, self.written
         count = len(self.results)
-        news = [v.clone() if any(v is arg for arg in args) else v for v in values[count:]]
-        arguments = dict(zip(self.inputs, args, strict=True))
-        for node, value in zip(self.written, news, strict=True):
-            arguments[node].data.copy_(value)  # AOTAutograd counts the version
-        return values[:count]
+
+        def run(args: list[Any]) -> list[Any]:
+            values = list(forward(*args))
+            news = [v.clone() if any(v is arg for arg in args) else v for v in values[count:]]
+            arguments = dict(zip(inputs, args, strict=True))
+            args.clear()
+            for node, value in zip(written, news, strict=True):
+                arguments[node].data.copy_(value)  # AOTAutograd counts the version
+            return values[:count]
+
+        return run
 
 
 def capture_aot(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
@@ -14,3 +17,11 @@ def graph_module_of(owner: fx.GraphModule | None, graph: fx.Graph) -> fx.GraphMo
         graph: the graph.
     """
     return _LazyGraphModule(owner if owner is not None else {}, graph)
+
+
+def with_code(graph_module: fx.GraphModule) -> Callable[..., Any]:
+    """Write the code of a graph module whose graph has changed; returns what runs it."""
+    graph_module.recompile()
+    _LazyGraphModule.force_recompile(graph_module)
+    forward: Callable[..., Any] = graph_module.forward
+    return forward

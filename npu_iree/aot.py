@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.schemas import PlainTensorMeta
+from torch._functorch._aot_autograd.schemas import MutationType
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lowering.decompositions import decomposition_table
@@ -72,30 +74,41 @@ class _Table(Mapping[OpOverload, Callable[..., Any]]):
         return len(self._table)
 
 
-def needs_no_wrapper(plan: Plan, inputs: Sequence[Any]) -> bool:
+def needs_no_wrapper(plan: Plan, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     """Say whether AOTAutograd's wrapper does nothing around the calls of an inference graph.
 
     It costs a tenth of a call that computes little. It counts versions of what is written to, makes
-    views of what is returned, sees to duplicates and subclasses of tensors, and keeps autograd and
-    autocast from the kernels of PyTorch's that run; of all these there must be none.
+    views of what is returned, sees to duplicates and subclasses of tensors, answers for fake ones,
+    and keeps autograd and autocast from PyTorch's kernels; of all these there must be none.
 
     Args:
         plan: of the graph.
-        inputs: of Dynamo's graph.
+        graph_module: Dynamo's graph.
+        inputs: its inputs.
     """
     context = TracingContext.try_get()
     found: Any = context.fw_metadata if context is not None else None
     if found is None or plan.host_segments or any(map(may_be_empty, plan.regions.values())):
         return False
-    tensors = (*found.subclass_inp_meta, *found.subclass_fw_graph_out_meta)
+    (results,) = graph_module.graph.output_node().args
+    values = [r.meta.get("example_value") for r in pytree.tree_leaves(results) if _is_node(r)]
     return (
-        len(plan.inputs) == len(found.input_info) == len(inputs)
+        all(type(value) in _PLAIN for value in inputs)
+        and not any(map(is_traceable_wrapper_subclass, values))
+        and len(plan.inputs) == len(found.input_info) == len(inputs)
         and len(plan.outputs) == len(found.output_info)
-        and not any(info.mutates_data or info.mutates_metadata for info in found.input_info)
-        and all(isinstance(tensor, PlainTensorMeta) for tensor in tensors)
+        and all(info.mutation_type is MutationType.NOT_MUTATED for info in found.input_info)
         and not (found.num_outputs_aliased or found.num_intermediate_bases or found.tokens)
+        and not found.dynamic_outputs
         and found.grad_enabled_mutation is None
     )
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, int, float, bool)
+
+
+def _is_node(value: object) -> bool:
+    return isinstance(value, fx.Node)
 
 
 def allow_second_backward() -> None:

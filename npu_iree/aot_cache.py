@@ -283,17 +283,18 @@ def _build() -> Sequence[str]:
 def _torch_build() -> bytes:
     """Return what tells one PyTorch from another, and from itself after somebody has edited it.
 
-    As Python tells whether a file has changed since it was compiled: by its time and size.
+    As Python itself tells whether a source has changed since it was compiled: by time and size.
     """
-    root = Path(torch.__file__).parent
-    files = sorted((path, stat.st_mtime_ns, stat.st_size) for path, stat in _sources(str(root)))
-    return text_digest(repr((torch.__version__, files))).encode()
+    files = sorted(_sources(Path(torch.__file__).parent, ""))
+    return text_digest(repr((torch.__version__, torch.version.git_version, files))).encode()
 
 
-def _sources(folder: str) -> Iterator[tuple[str, os.stat_result]]:
+def _sources(folder: os.PathLike[str] | str, name: str) -> Iterator[tuple[str, int, int]]:
+    """Give the name, time in seconds and size in bytes of each source below a folder."""
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.is_dir():
-                yield from _sources(entry.path)
-            elif entry.name.endswith(".py"):
-                yield entry.path, entry.stat()
+            if entry.is_dir(follow_symlinks=False):
+                yield from _sources(entry.path, f"{name}/{entry.name}")
+            elif entry.name.endswith((".py", ".pyi")):
+                stat = entry.stat()
+                yield f"{name}/{entry.name}", int(stat.st_mtime), stat.st_size

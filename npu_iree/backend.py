@@ -85,8 +85,9 @@ def npu_iree(
             raise
         log.warning("a graph runs in eager, since it writes to an expanded tensor: %s", error)
         return graph_module
-    if len(source.inferred) == 1 and needs_no_wrapper(source.inferred[0].plan, example_inputs):
-        return source.inferred[0]
+    for runner in source.inferred[-1:]:
+        if needs_no_wrapper(runner.plan, graph_module, example_inputs):
+            return runner
     return _guarded(compiled, graph_module, example_inputs, parsed)
 
 
@@ -228,7 +229,7 @@ def _compile_aot(
             if options.compile != "eager":
                 raise
             log.warning("a graph runs on PyTorch's CPU kernels, as compile='eager' says: %s", error)
-            runner = _unboxed(captured.run_eagerly)
+            runner = captured.eager()
     if captured.handles or captured.kept:
         runner = graphs.HandleRunner(runner, captured, written, views, donated)
     elif loaded is not None and kind == "inference":
@@ -238,17 +239,6 @@ def _compile_aot(
         return list(runner(args))
 
     run._boxed_call = True  # type: ignore[attr-defined]
-    return run
-
-
-def _unboxed(function: Callable[..., list[Any]]) -> Callable[[list[Any]], list[Any]]:
-    """Return a function that takes its arguments out of their list."""
-
-    def run(args: list[Any]) -> list[Any]:
-        results = function(*args)
-        args.clear()
-        return results
-
     return run
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -91,42 +91,42 @@ class Import:
 
     The view is of an address, and owns nothing. What is at the address in a call is kept alive by
     that call, which waits for the work that reads it; between calls nobody looks.
+
+    Attributes:
+        can_stay: whether the device reads the caller's memory, in the order that it is in.
     """
 
     def __init__(self, device: Device, crossing: Crossing, is_given: bool) -> None:
         self._device = device
         self._crossing = crossing
         self._is_given = is_given
-        self._can_stay = device.target.memory == "unified" and crossing.back is None
+        self.can_stay = device.target.memory == "unified" and crossing.back is None
         self._last = -1
         self._known: Known | None = None
 
     def put(self, tensor: torch.Tensor, imported: list[torch.Tensor]) -> DeviceArray:
         """Do what `put_in_place` does; nothing at all, if the tensor is where it was before."""
-        if (known := self.known(tensor)) is not None and not is_watched():
+        if (known := self.known(tensor)) is None:
+            address = address_of(tensor)
+            if self.can_stay and address == self._last and _is_plain(tensor) and tensor.nbytes:
+                self._remember(tensor, address)
+            self._last = address
+        elif not is_watched():
             imported.append(tensor)
             return known.handle
-        address = address_of(tensor)
-        if self._can_stay and address == self._last and _is_plain(tensor) and tensor.nbytes:
-            self._remember(tensor, address)
-        self._last = address
         return put_in_place(self._device, tensor, self._crossing, imported, self._is_given)
 
     def known(self, tensor: torch.Tensor) -> Known | None:
         """Return what is known of a tensor that is where it was before, else None."""
         known = self._known
-        if (  # of every input of every call: all is written out
+        is_there = (
             known is not None
             and storage_address(tensor) == known.storage
             and tensor.storage_offset() == known.offset
-            and tensor.shape == known.shape
-            and tensor.is_contiguous()
-            and not is_lazy_copy(tensor)
-            and not tensor.is_neg()
-            and not tensor.is_conj()
-        ):
-            return known
-        return None
+            and tensor.shape == known.handle.shape
+            and _is_plain(tensor)
+        )
+        return known if is_there else None
 
     def _remember(self, tensor: torch.Tensor, address: int) -> None:
         if address % self._device.target.alignment_bytes:
@@ -138,9 +138,7 @@ class Import:
         self._known = Known(
             storage_address(tensor),
             int(tensor.storage_offset()),
-            tensor.shape,
             handle,
-            view,
             (address, address + tensor.nbytes, -1),
         )
 
@@ -151,17 +149,13 @@ class Known(NamedTuple):
     Attributes:
         storage: the address of its storage.
         offset: of the tensor in there, in elements.
-        shape: of the tensor.
         handle: of the memory; owns nothing.
-        view: IREE's.
         span: its addresses.
     """
 
     storage: int
     offset: int
-    shape: torch.Size
     handle: DeviceArray
-    view: Any
     span: Span
 
 
@@ -215,7 +209,9 @@ def fetch(
         imported += others
         taken += spans(others, are_others=True)
     if is_unified:
-        return land(stored, crossings, reader, imported, taken, targets)
+        tensors = land(stored, crossings, reader, taken, targets)
+        imported += tensors
+        return tensors
     return _in_order(stored, crossings)
 
 
@@ -223,17 +219,15 @@ def land(
     stored: list[torch.Tensor],
     crossings: Sequence[Crossing],
     reader: str,
-    imported: list[torch.Tensor],
     taken: list[Span],
     targets: Sequence[torch.Tensor | None] = (),
 ) -> list[torch.Tensor]:
-    """Make what came back in place the results of a call, each in memory of its own.
+    """Make tensors in unified memory the results of a call, each in memory of its own.
 
     Args:
         stored: what came back, in the order of the device's memory.
         crossings: what is known of each.
         reader: who needs them.
-        imported: takes the results.
         taken: memory that is others'.
         targets: as for `fetch`.
     """
@@ -252,7 +246,6 @@ def land(
             name, where = crossings[i].name, crossings[i].where
             record(Transfer("d2h", "staged", tensors[i].nbytes, name, reader, where, reason))
         tensors[i] = tensors[i].clone()
-    imported += tensors
     return tensors
 
 
@@ -288,7 +281,7 @@ def write_back(
 
 
 def _in_order(stored: list[torch.Tensor], crossings: Sequence[Crossing]) -> list[torch.Tensor]:
-    """Return tensors in the order of their dimensions; the list is used up."""
+    """Bring tensors, in their list, into the order of their dimensions; returns it."""
     for i, crossing in enumerate(crossings):
         if crossing.back is not None:
             stored[i] = stored[i].permute(crossing.back)

@@ -158,6 +158,7 @@ class Function:
         self._device = executable._device
         self._function = function
         self._outputs = [(DTYPES[s.dtype], _static(s)) for s in entry.signature.outputs]
+        self._arity = len(entry.signature.inputs) + 2  # and both fences
         self._places = range(len(self._outputs))
 
     def __call__(
@@ -175,8 +176,8 @@ class Function:
             DeviceError: the work that makes an argument has failed already, or IREE refuses the
                 call.
         """
-        inputs = _List(len(args) + 2)
-        points = self.ahead()
+        inputs = self.arguments()
+        points: list[Timepoint] = []
         for arg in args:
             if isinstance(arg, DeviceArray):
                 inputs.push_ref(arg._view)
@@ -184,12 +185,17 @@ class Function:
                     points.append(ready)
             else:
                 push_number(inputs, arg)
+        points += self.ahead()  # a failure is told by the first that failed
         views, ready = self.submit(inputs, points, is_small)
         arrays = []
         for view, (dtype, shape) in zip(views, self._outputs, strict=True):
             shape_now = tuple(view.shape) if shape is None else shape
             arrays.append(DeviceArray(self._device, view, shape_now, dtype, ready))
         return arrays
+
+    def arguments(self) -> Any:
+        """Return IREE's list for the arguments of a call, which `submit` takes."""
+        return _List(self._arity)
 
     def ahead(self) -> list[Timepoint]:
         """Return what every call waits for, its arguments aside."""
@@ -213,7 +219,9 @@ class Function:
             DeviceError: as `__call__`.
         """
         executable = self._executable
-        lane = executable._lane(points, is_small)
+        lane = executable._inline if is_small and not points else None
+        if lane is None:
+            lane = executable._lane(points, is_small)
         fence, ahead = joined(points) if points else (NO_WAIT, ())
         signal = new_fence(lane.device)
         inputs.push_ref(fence)

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from lowering.capture import CapturedGraph, capture_aot
+from lowering.capture import capture_aot
 from lowering.errors import HostOp
 from lowering.plan import Gather, Plan, Put
 from lowering.region import Region
@@ -123,7 +123,7 @@ def explain(
         with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
             _, schedule = compiler_for(parsed).plan(captured)
         found.graphs.append(GraphExplanation(schedule, parsed.target_value))
-        run = functools.partial(_run_boxed, captured)
+        run = captured.eager()
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
@@ -139,10 +139,6 @@ def explain(
 
     torch.compile(model, backend=backend)(*args, **kwargs)
     return found
-
-
-def _run_boxed(captured: CapturedGraph, args: list[Any]) -> list[Any]:
-    return captured.run_eagerly(*args)
 
 
 def _break_text(reason: Any) -> str:

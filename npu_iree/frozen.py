@@ -110,7 +110,7 @@ def spans(tensors: Sequence[torch.Tensor], *, are_others: bool = False) -> list[
 
 
 def overlapping(every: list[Span]) -> list[int]:
-    """Find which tensors share memory with others, or with one before them."""
+    """Find which tensors share memory with others, or with one before them; sorts the spans."""
     found: list[int] = []
     last_end, last = -1, -1
     every.sort()

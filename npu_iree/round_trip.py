@@ -2,7 +2,7 @@
 
 So it is in most graphs, and what a call costs that computes little is the number of steps that
 Python takes. Nothing is decided here: where anything is out of the ordinary (an input that has
-moved, somebody who watches or holds the device), the single steps run.
+moved, somebody who watches), the single steps run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from iree.runtime import _binding as hal
 
 from lowering.plan import Free, Gather, Invoke, Plan, Put
 from npu_iree.border import Crossing, Import, land
@@ -20,6 +19,7 @@ from npu_iree.device import Device
 from npu_iree.errors import DeviceError
 from npu_iree.executable import Function, push_number
 from npu_iree.frozen import Span
+from npu_iree.timeline import Timepoint
 from npu_iree.transfers import is_watched
 
 # Takes a call's places: each value's bytes on the host, or its number; each value's handle; and
@@ -32,10 +32,11 @@ def find_round_trip(plan: Plan) -> slice | None:
     device_steps = [i for i, s in enumerate(plan.steps) if isinstance(s, Put | Invoke | Gather)]
     if plan.edges or len(device_steps) != 3:
         return None
-    first, *_, last = device_steps
-    between = plan.steps[first : last + 1]
-    kinds = [type(step) for step in between if not isinstance(step, Free)]
-    return slice(first, last + 1) if kinds == [Put, Invoke, Gather] else None
+    first, _, last = device_steps
+    match [step for step in plan.steps[first : last + 1] if not isinstance(step, Free)]:
+        case [Put(), Invoke(_, _, made), Gather(gathered)] if set(made) == set(gathered):
+            return slice(first, last + 1)
+    return None
 
 
 class RoundTrip:
@@ -44,12 +45,11 @@ class RoundTrip:
     Args:
         device: that of the region.
         function: the region's.
+        is_small: as for a call of it.
         sources: the place of each of its inputs, and how it gets to the device (None: a number).
-        results: the place of each of its results, in order.
-        crossings: what is known of these.
+        results: the place, dtype and crossing of each of its results, in order.
         targets: the places of the arguments that these will be written to, if any will.
         reader: who needs the results.
-        is_small: see `Function.submit`.
         one_by_one: the single steps.
     """
 
@@ -57,23 +57,20 @@ class RoundTrip:
         self,
         device: Device,
         function: Function,
+        is_small: bool,
         sources: Sequence[tuple[int, Import | None]],
-        results: Sequence[int],
-        crossings: Sequence[Crossing],
+        results: Sequence[tuple[int, torch.dtype, Crossing]],
         targets: Sequence[int | None],
         reader: str,
-        is_small: bool,
         one_by_one: Sequence[RunStep],
     ) -> None:
         self._device = device
         self._function = function
+        self._is_small = is_small
         self._sources = sources
-        self._results = results
-        self._dtypes = [dtype for dtype, _ in function._outputs]
-        self._crossings = crossings
+        self._results, self._dtypes, self._crossings = zip(*results, strict=True)
         self._targets = targets if any(i is not None for i in targets) else ()
         self._reader = reader
-        self._is_small = is_small
         self._one_by_one = one_by_one
 
     def run(self, host: list[Any], handles: list[Any], imported: list[torch.Tensor]) -> None:
@@ -83,15 +80,14 @@ class RoundTrip:
             DeviceError: the region failed.
             HostCopyError: a `copy_budget` forbids the wait.
         """
-        if is_watched() or not self._run(host, imported):
+        if is_watched() or not self._run(host):
             for step in self._one_by_one:
                 step(host, handles, imported)
 
-    def _run(self, host: list[Any], imported: list[torch.Tensor]) -> bool:
+    def _run(self, host: list[Any]) -> bool:
         """Run all as one, or nothing; says whether it did."""
         function = self._function
-        inputs = hal.VmVariantList(len(self._sources) + 2)
-        tensors: list[torch.Tensor] = []
+        inputs = function.arguments()
         taken: list[Span] = []
         for i, source in self._sources:
             value = host[i]
@@ -99,23 +95,27 @@ class RoundTrip:
                 if not value:  # maybe a size: a region with empty tensors is not run on the device
                     return False
                 push_number(inputs, value)
-            elif (known := source.known(value)) is not None:
-                inputs.push_ref(known.view)
+            elif value is not None and (known := source.known(value)) is not None:
+                inputs.push_ref(known.handle._view)
                 taken.append(known.span)
-                tensors.append(value)
             else:
                 return False
         views, ready = function.submit(inputs, function.ahead(), self._is_small)
-        imported += tensors
-        try:
-            ready.wait()
-        except BaseException:  # an interrupt: the device still reads the caller's memory
-            with contextlib.suppress(DeviceError):
-                ready.wait()
-            raise
+        if not ready._reached:
+            _wait(ready)
         stored = list(map(self._device.as_tensor, views, self._dtypes))
         targets = [None if i is None else host[i] for i in self._targets] if self._targets else ()
-        landed = land(stored, self._crossings, self._reader, imported, taken, targets)
+        landed = land(stored, self._crossings, self._reader, taken, targets)
         for i, tensor in zip(self._results, landed, strict=True):
             host[i] = tensor
         return True
+
+
+def _wait(ready: Timepoint) -> None:
+    """Wait for work that reads the caller's memory, even if somebody interrupts that."""
+    try:
+        ready.wait()
+    except BaseException:
+        with contextlib.suppress(DeviceError):
+            ready.wait()
+        raise

@@ -13,6 +13,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowering.abi import ENTRY
+from lowering.dtypes import DTYPES
 from lowering.effort import Effort
 from lowering.host import extract_host
 from lowering.plan import Free, Gather, Host, Invoke, Plan, Put, Scalar, Step, Value, Write
@@ -58,7 +59,7 @@ class Runner:
         self._weights = Weights(plan, device, executables, constants)
         self._imports: dict[str, Import] = {}
         self._steps = [self._prepare(step) for step in plan.steps]
-        if (span := find_round_trip(plan)) is not None and device.target.memory == "unified":
+        if (span := self._find_round_trip()) is not None:
             self._steps[span] = [self._round_trip_step(plan.steps[span], self._steps[span])]
         self._behind = [
             constants[name] if name in plan.constants else None
@@ -91,7 +92,8 @@ class Runner:
             if isinstance(arg, DeviceArray):
                 host[i], handles[i] = None, arg
         arg = None  # or it would hold the last of them
-        self._weights.refresh(args)
+        if self._weights.are_any:
+            self._weights.refresh(args)
         args.clear()
         imported: list[torch.Tensor] = []
         try:
@@ -201,20 +203,28 @@ class Runner:
 
         return run
 
+    def _find_round_trip(self) -> slice | None:
+        """Find the steps that can be one, if all that goes in may lie where it lay before."""
+        can_stay = all(known.can_stay for known in self._imports.values())
+        return find_round_trip(self.plan) if can_stay else None
+
     def _round_trip_step(self, steps: Sequence[Step], one_by_one: Sequence[RunStep]) -> RunStep:
-        """Run several steps as one, or one by one."""
+        """Make one step of a put, an invoke and a gather."""
         (invoke,) = (step for step in steps if isinstance(step, Invoke))
         (gather,) = (step for step in steps if isinstance(step, Gather))
-        code = self.plan.regions[invoke.region]
+        region, made = self.plan.regions[invoke.region], invoke.outputs
+        dtypes = [DTYPES[spec.dtype] for spec in region.signature.outputs]
         return RoundTrip(
             self._device,
-            self.executables[invoke.region].functions[ENTRY],
+            self.executables[region.name].functions[ENTRY],
+            _is_small(region),
             sources=[(self._index[name], self._imports.get(name)) for name in invoke.inputs],
-            results=[self._index[name] for name in invoke.outputs],
-            crossings=[self._crossings[name] for name in invoke.outputs],
-            targets=[self._targets.get(name) for name in invoke.outputs],
+            results=[
+                (self._index[name], dtype, self._crossings[name])
+                for name, dtype in zip(made, dtypes, strict=True)
+            ],
+            targets=[self._targets.get(name) for name in made],
             reader=gather.reader,
-            is_small=_is_small(code),
             one_by_one=one_by_one,
         ).run
 

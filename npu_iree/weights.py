@@ -18,7 +18,11 @@ from npu_iree.transfers import Transfer, is_watched, record
 
 
 class Weights:
-    """What a runner's executables have bound: at the first call, then as it changes."""
+    """What a runner's executables have bound: at the first call, then as it changes.
+
+    Attributes:
+        are_any: whether there is any weight at all.
+    """
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class Weights:
             for name, region in plan.regions.items()
             if region.parameters
         }
+        self.are_any = bool(self._uses)
         self._executables = executables
         every = (use for uses in self._uses.values() for use in uses)
         self._positions = [use.position for use in every if use.constant is None]
@@ -52,8 +57,6 @@ class Weights:
 
     def refresh(self, args: Sequence[Any]) -> None:
         """Bind the weights that are not, or no longer, what was bound."""
-        if not self._uses:
-            return
         addresses = addresses_of([args[i] for i in self._positions])
         if addresses == self._addresses:
             return
