@@ -74,6 +74,15 @@ class _Table(Mapping[OpOverload, Callable[..., Any]]):
         return len(self._table)
 
 
+def metadata() -> Any:
+    """Return what AOTAutograd has found out about the graph being compiled, or None.
+
+    Source: `ViewAndMutationMeta` in torch/_functorch/_aot_autograd/schemas.py.
+    """
+    context = TracingContext.try_get()
+    return context.fw_metadata if context is not None else None
+
+
 def needs_no_wrapper(plan: Plan, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     """Say whether AOTAutograd's wrapper does nothing around the calls of an inference graph.
 
@@ -86,8 +95,7 @@ def needs_no_wrapper(plan: Plan, graph_module: fx.GraphModule, inputs: Sequence[
         graph_module: Dynamo's graph.
         inputs: its inputs.
     """
-    context = TracingContext.try_get()
-    found: Any = context.fw_metadata if context is not None else None
+    found = metadata()
     if found is None or plan.host_segments or any(map(may_be_empty, plan.regions.values())):
         return False
     (results,) = graph_module.graph.output_node().args
@@ -117,9 +125,8 @@ def allow_second_backward() -> None:
     AOTAutograd refuses that where a backend may overwrite the activations that were saved. Ours
     are freed when their last reader ends, if nobody else holds them; they are not overwritten.
     """
-    context = TracingContext.try_get()
-    if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []
+    if (found := metadata()) is not None:
+        found.bw_donated_idxs = []
 
 
 def _partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:

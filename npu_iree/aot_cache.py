@@ -290,11 +290,11 @@ def _torch_build() -> bytes:
 
 
 def _sources(folder: os.PathLike[str] | str, name: str) -> Iterator[tuple[str, int, int]]:
-    """Give the name, time in seconds and size in bytes of each source below a folder."""
+    """Give the name, time in seconds and size in bytes of each file of code below a folder."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 yield from _sources(entry.path, f"{name}/{entry.name}")
-            elif entry.name.endswith((".py", ".pyi")):
+            elif entry.name.endswith((".py", ".so")):
                 stat = entry.stat()
                 yield f"{name}/{entry.name}", int(stat.st_mtime), stat.st_size

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.utils import counters
-from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lowering.capture import CapturedGraph, capture_aot
 from npu_iree import bundles
 from npu_iree.aliasing import Aliases
-from npu_iree.aot import allow_second_backward, aot_backend, needs_no_wrapper
+from npu_iree.aot import allow_second_backward, aot_backend, metadata, needs_no_wrapper
 from npu_iree.cause import Cause
 from npu_iree.device import open_device
 from npu_iree.donation import NOTHING, Donated, donated_inputs, refuse_what_lives_on
@@ -85,9 +84,9 @@ def npu_iree(
             raise
         log.warning("a graph runs in eager, since it writes to an expanded tensor: %s", error)
         return graph_module
-    for runner in source.inferred[-1:]:
-        if needs_no_wrapper(runner.plan, graph_module, example_inputs):
-            return runner
+    runner = source.inferred[-1] if source.inferred else None
+    if runner is not None and needs_no_wrapper(runner.plan, graph_module, example_inputs):
+        return runner
     return _guarded(compiled, graph_module, example_inputs, parsed)
 
 
@@ -101,9 +100,8 @@ def _guarded(
 
     Only what writes to its arguments can tell.
     """
-    context = TracingContext.try_get()
-    metadata = context.fw_metadata if context is not None else None
-    if metadata is None or not any(info.mutates_data for info in metadata.input_info):
+    found = metadata()
+    if found is None or not any(info.mutates_data for info in found.input_info):
         return compiled
     nodes = graph_module.graph.find_nodes(op="placeholder")
     values = [node.meta.get("example_value") for node in nodes]
@@ -244,13 +242,12 @@ def _compile_aot(
 
 def _bindable_weights(inputs: Sequence[Any]) -> Sequence[int]:
     """Positions of the inputs that keep their identity, are not written to, and can be watched."""
-    context = TracingContext.try_get()
-    if context is None or context.fw_metadata is None:
+    found = metadata()
+    if found is None:
         return []
-    metadata = context.fw_metadata
-    mutated = set(metadata.mutated_inp_runtime_indices)
+    mutated = set(found.mutated_inp_runtime_indices)
     return [
         i
-        for i in metadata.static_input_indices
+        for i in found.static_input_indices
         if i not in mutated and isinstance(inputs[i], torch.Tensor) and can_freeze(inputs[i])
     ]

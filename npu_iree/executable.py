@@ -18,7 +18,7 @@ from lowering.signature import TensorSpec
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device
 from npu_iree.errors import DeviceError
-from npu_iree.timeline import NO_WAIT, Timepoint, Work, joined, new_fence, submitted
+from npu_iree.timeline import Timepoint, Work, joined, new_fence, submitted
 
 _INSTANCE = hal.VmInstance()
 _List: Any = hal.VmVariantList
@@ -159,7 +159,6 @@ class Function:
         self._function = function
         self._outputs = [(DTYPES[s.dtype], _static(s)) for s in entry.signature.outputs]
         self._arity = len(entry.signature.inputs) + 2  # and both fences
-        self._places = range(len(self._outputs))
 
     def __call__(
         self, *args: DeviceArray | int | float | bool, is_small: bool = False
@@ -219,14 +218,12 @@ class Function:
             DeviceError: as `__call__`.
         """
         executable = self._executable
-        lane = executable._inline if is_small and not points else None
-        if lane is None:
-            lane = executable._lane(points, is_small)
-        fence, ahead = joined(points) if points else (NO_WAIT, ())
+        lane = executable._lane(points, is_small)
+        fence, ahead = joined(points)
         signal = new_fence(lane.device)
         inputs.push_ref(fence)
         inputs.push_ref(signal)
-        results = _List(len(self._places))
+        results = _List(len(self._outputs))
         try:
             with executable._lock:
                 lane.context.invoke(self._function, inputs, results)
@@ -237,7 +234,7 @@ class Function:
         ready = Timepoint(signal, self.work, ahead)
         if lane is not executable._queue:
             ready.look()
-        views = [results.get_as_object(i, _View) for i in self._places]
+        views = [results.get_as_object(i, _View) for i in range(len(self._outputs))]
         submitted(ready)
         if not ready._reached:
             self._device.track(ready, sum([view.byte_length for view in views]))

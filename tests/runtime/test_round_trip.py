@@ -35,6 +35,14 @@ def trip_of(runner: Runner) -> RoundTrip:
     return trip
 
 
+def called_before(compile_: Compile, function: Callable[..., Any], *args: Any) -> Runner:
+    """Compile a function, and call it until it knows where its arguments are."""
+    runner = compile_(function, *args)
+    for _ in range(3):
+        runner(*args)
+    return runner
+
+
 def forbid_single_steps(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     def step(*_: Any) -> None:
         raise AssertionError("a single step was run")
@@ -48,9 +56,7 @@ def test_a_call_like_those_before_is_one_step(
 ) -> None:
     """On the calling thread and through the queue; each result has memory of its own."""
     x = torch.randn(shape)
-    runner = compile_function(double_and_keep, x)
-    for _ in range(3):
-        runner(x)
+    runner = called_before(compile_function, double_and_keep, x)
     forbid_single_steps(runner, monkeypatch)
     first = runner(x)
     x.neg_()
@@ -93,9 +99,7 @@ def test_an_input_that_is_not_as_before_is_looked_at_anew(
     compile_function: Compile, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     x, y = torch.randn(SMALL), torch.randn(SMALL)
-    runner = compile_function(torch.sub, x, y)
-    for _ in range(3):
-        runner(x, y)
+    runner = called_before(compile_function, torch.sub, x, y)
     changed = change(x)
     for args in [(changed, y), (x, y), (y, changed), (x, y), (x, x)]:
         (result,) = runner(*args)
@@ -121,9 +125,7 @@ def test_a_failure_names_the_region_and_its_ops(
     compile_function: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(LARGE)
-    runner = compile_function(double_and_keep, x)
-    for _ in range(3):
-        runner(x)
+    runner = called_before(compile_function, double_and_keep, x)
     forbid_single_steps(runner, monkeypatch)
     with (
         npu_iree.open_device("npu-local").hold() as gate,
@@ -148,9 +150,7 @@ def test_numbers_go_in_and_sizes_of_zero_do_not() -> None:
 
 def test_a_handle_takes_the_single_steps(compile_function: Compile) -> None:
     x = torch.randn(SMALL)
-    runner = compile_function(double_and_keep, x)
-    for _ in range(3):
-        runner(x)
+    runner = called_before(compile_function, double_and_keep, x)
     for result, expected in zip(
         runner(npu_iree.open_device("npu-local").put(x)), double_and_keep(x), strict=True
     ):
@@ -211,7 +211,7 @@ def test_aotautograd_does_what_it_has_to_do(
 def test_aotautograd_is_left_out_where_it_has_nothing_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With gradients off or on, in inference mode, and called under autocast."""
+    """With gradients on and off, and in inference mode."""
     compiled, said = compiled_and_asked(double_and_keep, monkeypatch)
     x = torch.randn(SMALL)
     for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
