@@ -10,6 +10,7 @@ from lowering.stages.block_convolutions import block_convolutions
 from lowering.stages.iree_session import DATA_TILING, IreeSession
 from lowering.stages.multiply_tiles import multiply_tiles
 from lowering.stages.read_ahead import read_ahead
+from lowering.stages.read_rows_ahead import read_rows_ahead
 
 
 def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
@@ -18,10 +19,10 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
     With `options.rebind`, one changed weight can be bound without loading the module, and so the
     other weights, again (`lowering.stages.bind_functions`).
 
-    With data tiling, products read ahead (`lowering.stages.read_ahead`), or use the CPU's matrix
-    unit (`lowering.stages.multiply_tiles`), as convolutions do (`lowering.stages.
-    block_convolutions`): `iree-compile --compile-from=flow` on the same input gives the same code
-    without these.
+    With data tiling, products read ahead (`lowering.stages.read_ahead`, `lowering.stages.
+    read_rows_ahead`), or use the CPU's matrix unit (`lowering.stages.multiply_tiles`), as
+    convolutions do (`lowering.stages.block_convolutions`): `iree-compile --compile-from=flow` on
+    the same input gives the same code without these.
 
     Args:
         flow_asm: one module, as `linalg-to-flow` leaves it.
@@ -50,6 +51,7 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
             with session.context:
                 multiply_tiles(module, features)
                 read_ahead(module)
+                read_rows_ahead(module)
             begin = "executable-targets"
         session.compile(module, begin=begin).output_vm_bytecode(output)
         return bytes(output.map_memory())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from lowering.stages.symbols import inside, symbol_of, variants
+from lowering.stages.symbols import device_functions, symbol_of
 
+FIRST_CACHE, SECOND_CACHE = 3, 2  # where to keep what is asked for, as LLVM counts
 _AHEAD_BYTES = 4096  # a page: CPUs read ahead by themselves up to its end
 _LEAST_USES = 4
 _PRODUCTS = frozenset({"llvm.intr.fma", "llvm.intr.fmuladd"})
@@ -29,36 +29,32 @@ def read_ahead(module: Any) -> None:
     Args:
         module: as IREE's phase `executable-targets` leaves it, in the LLVM dialect.
     """
-    from iree.compiler import ir
-
-    for function in _matmuls(module):
+    for function in device_functions(module):
+        if "matmul" not in symbol_of(function):
+            continue
         for block in function.regions[0].blocks:
             shared = [op for op in block.operations if _is_shared_factor(op)]
             if not shared:
                 continue
             other = next((op for op in block.operations if _is_scalar_load(op)), None)
-            with ir.Location.unknown():
-                for load in (*shared, other) if other is not None else shared:
-                    _prefetch(load)
-
-
-def _matmuls(module: Any) -> Iterator[Any]:
-    """Give the functions of device programs that are named for a matrix product."""
-    for variant in variants(module):
-        for inner in inside(variant, "builtin.module"):
-            for function in inside(inner, "llvm.func"):
-                if "matmul" in symbol_of(function):
-                    yield function
+            for load in (*shared, other) if other is not None else shared:
+                prefetch(load, _AHEAD_BYTES, FIRST_CACHE)
 
 
 def _is_shared_factor(op: Any) -> bool:
     """Say whether an op loads a vector that many multiply-adds read."""
+    if not is_vector_load(op):
+        return False
+    uses = op.operation.results[0].uses
+    return sum(use.owner.operation.name in _PRODUCTS for use in uses) >= _LEAST_USES
+
+
+def is_vector_load(op: Any) -> bool:
+    """Say whether an op loads a vector."""
     from iree.compiler import ir
 
-    op = op.operation
-    if op.name != "llvm.load" or not isinstance(op.results[0].type, ir.VectorType):
-        return False
-    return sum(use.owner.operation.name in _PRODUCTS for use in op.results[0].uses) >= _LEAST_USES
+    is_load = op.operation.name == "llvm.load"
+    return is_load and isinstance(op.operation.results[0].type, ir.VectorType)
 
 
 def _is_scalar_load(op: Any) -> bool:
@@ -68,7 +64,8 @@ def _is_scalar_load(op: Any) -> bool:
     return is_load and isinstance(op.operation.results[0].type, ir.FloatType)
 
 
-def _prefetch(load: Any) -> None:
+def prefetch(load: Any, ahead: int, cache: int) -> None:
+    """Ask for what lies some bytes after what a load reads, before it."""
     from iree.compiler import ir
 
     word = ir.IntegerType.get_signless(_WORD)
@@ -77,19 +74,19 @@ def _prefetch(load: Any) -> None:
         return ir.IntegerAttr.get(word, value)
 
     pointer = load.operation.operands[0]
-    with ir.InsertionPoint(load):
-        ahead = ir.Operation.create(
+    with ir.InsertionPoint(load), ir.Location.unknown():
+        place = ir.Operation.create(
             "llvm.getelementptr",
             results=[pointer.type],
             operands=[pointer],
             attributes={
                 "elem_type": ir.TypeAttr.get(ir.IntegerType.get_signless(_BYTE)),
                 "noWrapFlags": number(0),
-                "rawConstantIndices": ir.DenseI32ArrayAttr.get([_AHEAD_BYTES]),
+                "rawConstantIndices": ir.DenseI32ArrayAttr.get([ahead]),
             },
         )
         ir.Operation.create(
             "llvm.intr.prefetch",
-            operands=[ahead.result],
-            attributes={"rw": number(0), "hint": number(3), "cache": number(1)},  # read, keep, data
+            operands=[place.result],
+            attributes={"rw": number(0), "hint": number(cache), "cache": number(1)},  # read, data
         )

@@ -20,3 +20,9 @@ def variants(module: Any) -> list[Any]:
     """Return the device code of a module: of each executable, what is for one target."""
     executables = inside(module, "hal.executable")
     return [variant for op in executables for variant in inside(op, "hal.executable.variant")]
+
+
+def device_functions(module: Any) -> list[Any]:
+    """Return the functions of a module's device code, in the LLVM dialect."""
+    modules = [op for variant in variants(module) for op in inside(variant, "builtin.module")]
+    return [function for op in modules for function in inside(op, "llvm.func")]

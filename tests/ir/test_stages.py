@@ -28,6 +28,7 @@ from lowering.stages.linalg_to_flow import form_dispatches, prepare
 from lowering.stages.multiply_tiles import multiply_tiles
 from lowering.stages.read_ahead import read_ahead
 from lowering.stages.read_in_panels import work_item
+from lowering.stages.read_rows_ahead import read_rows_ahead
 from lowering.target import CompileTarget
 from npu_iree.targets import NPU_LOCAL
 
@@ -146,6 +147,27 @@ def test_products_read_both_factors_ahead(
             re.findall(rf"{p} = llvm\.getelementptr (%\w+)\[4096\]", text)[0] for p in pointers
         ]
         assert len(set(bases)) == prefetches
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "ahead"),
+    [(1, 1024, 8 * 1024 * 4), (1, 4096, 8 * 4096 * 4), (1, 4112, 2048), (1, 1020, 0), (96, 96, 0)],
+)
+def test_a_product_with_a_vector_asks_for_the_next_rows(
+    lowered: Lower, rows: int, width: int, ahead: int
+) -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, w.t()).relu()
+
+    flow = lowered(function, torch.zeros(rows, width), torch.zeros(64, width))
+    with IreeSession(CompileOptions(flags=NPU_LOCAL.compile.flag_sets[0])) as session:
+        module = session.parse(flow["linalg-to-flow"])
+        session.compile(module, begin="flow", end="executable-targets")
+        with session.context:
+            read_rows_ahead(module)
+        text = str(module)
+    assert count(r"llvm\.intr\.prefetch", text) == (8 if ahead else 0)
+    assert count(rf"getelementptr %\w+\[{ahead}\]", text) == (8 if ahead else 0)
 
 
 @pytest.mark.parametrize(
