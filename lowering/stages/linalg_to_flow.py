@@ -11,7 +11,7 @@ from lowering.stages.barrier import drop_barriers
 from lowering.stages.call_kernels import link_kernels
 from lowering.stages.iree_session import DATA_TILING, IreeSession
 from lowering.stages.keep_arguments import keep_arguments
-from lowering.stages.read_by_rows import add_in_lanes, read_by_rows
+from lowering.stages.read_by_rows import mark_few_rows, read_by_rows
 from lowering.stages.read_in_panels import read_in_panels
 from lowering.stages.separate_fills import separate_fills
 from lowering.stages.separate_pieces import separate_pieces
@@ -50,9 +50,10 @@ def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) 
     """
     prepare(session, module, options)
     session.compile(module, end="flow")
+    features = session.features()
     with session.context:
         drop_barriers(module)
-        add_in_lanes(module)
+        read_by_rows(module, features)
 
 
 def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
@@ -72,7 +73,7 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 separate_reads(function)
                 separate_pieces(function)
                 if any(flag.endswith("=llvm-cpu") for flag in options.flags):
-                    read_by_rows(function)
+                    mark_few_rows(function)
                 read_in_panels(function, features)
 
 

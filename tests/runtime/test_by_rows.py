@@ -1,4 +1,4 @@
-"""Products with a vector, and what is computed of them in the same device program."""
+"""Products of few rows, and what is computed of them in the same device program."""
 
 from __future__ import annotations
 
@@ -45,3 +45,45 @@ def test_products_with_vectors_that_follow_one_another(rows: int) -> None:
     args = torch.randn(1, 48), torch.randn(rows, 48), torch.randn(40, rows)
     compiled = torch.compile(function, backend="npu_iree", options={"fallback": "error"})
     torch.testing.assert_close(compiled(*args), function(*args), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(("keys", "width"), [(512, 64), (77, 80), (60, 20), (13, 16), (1, 32)])
+def test_attention_of_few_rows(heads: int, rows: int, keys: int, width: int) -> None:
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: int) -> torch.Tensor:
+        scores = torch.bmm(q, k.mT) * 0.125
+        scores = torch.where(torch.arange(keys) < seen, scores, -torch.inf)
+        return torch.bmm(softmax(scores, -1), v).relu()
+
+    shape = heads, keys, width
+    args = torch.randn(heads, rows, width), torch.randn(shape), torch.randn(shape), keys // 2 + 1
+    compiled = torch.compile(function, backend="npu_iree", options={"fallback": "error"})
+    torch.testing.assert_close(compiled(*args), function(*args), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_makes_and_what_follows_products_of_few_rows(rows: int, is_transposed: bool) -> None:
+    """What comes before is not computed once for each row, and what follows is fused."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        factor = gelu(w + 1)[:, 16:48]
+        y = torch.bmm(silu(x), factor.mT if is_transposed else factor)
+        return y + 1, y.transpose(0, 1) * 2, y.sum(0), layer_norm(y, y.shape[-1:])
+
+    args = torch.randn(3, rows, 32), torch.randn(3, 64, 32)
+    compiled = torch.compile(function, backend="npu_iree", options={"fallback": "error"})
+    for actual, expected in zip(compiled(*args), function(*args), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_infinities_and_nans_in_products_of_few_rows(is_transposed: bool) -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x, w.mT if is_transposed else w)
+
+    x, w = torch.randn(3, 2, 32), torch.randn(3, 32, 32)
+    x[0, 0, 3], w[1, 2, 5], x[2, 1, 7], w[2, 4, 4] = torch.inf, torch.nan, 0.0, -torch.inf
+    compiled = torch.compile(function, backend="npu_iree", options={"fallback": "error"})
+    torch.testing.assert_close(compiled(x, w), function(x, w), equal_nan=True)
