@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import platform
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 # What generated code may use, by LLVM's names; Linux writes most of them alike but for punctuation.
 # Not AVX10, which Linux does not list: its first version is another name for parts of AVX-512 that
@@ -27,6 +28,14 @@ _TARGET = re.compile(
     r'#hal\.executable\.target<"llvm-cpu", "embedded-elf-(?P<arch>\w+)"[^>]*?'
     r'cpu_features = "(?P<features>[^"]*)"'
 )
+
+
+_T = TypeVar("_T")
+
+
+def best_for(features: Collection[str], table: Mapping[frozenset[str], _T]) -> _T:
+    """Return the first entry of a table all of whose features a CPU has; the last needs none."""
+    return next(value for needed, value in table.items() if needed.issubset(features))
 
 
 def required_features(flow_asm: str) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
             session.compile(module, begin="executable-configurations", end="executable-targets")
             with session.context:
                 multiply_tiles(module, features)
-                read_ahead(module)
+                read_ahead(module, features)
                 read_rows_ahead(module)
             begin = "executable-targets"
         session.compile(module, begin=begin).output_vm_bytecode(output)

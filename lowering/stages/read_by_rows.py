@@ -7,13 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lowering.cpu import best_for
 from lowering.stages.dispatch_work import walk
 from lowering.stages.templates import floats, replace_by
 
 _LANES = 16  # floats of a cache line
 _MOST_ROWS = 4
 # Sums at a time, in cache lines: half of the registers.
-_SUMS = {"avx512f": 16, "": 8}
+_SUMS = {frozenset({"avx512f"}): 16, frozenset[str](): 8}
 _SIDE_BY_SIDE = range(3, 9)  # columns at a time, if each is a row in memory
 _ACROSS = 128  # columns at a time, else
 # Floats of the matrix that a work item reads: 8 rows, if they are long. The task system hands out
@@ -120,7 +121,7 @@ def read_by_rows(module: Any, features: Collection[str]) -> None:
     """
     from iree.compiler import ir
 
-    sums = next(count for feature, count in _SUMS.items() if not feature or feature in features)
+    sums = best_for(features, _SUMS)
     for op in [op for op in walk(module) if op.name == "linalg.generic"]:
         product = _marked(op)
         if product is None or not product.can_be_read():
@@ -156,10 +157,11 @@ class _Product:
 
     def can_be_read(self) -> bool:
         """Say whether the rows are few, and the matrix has whole cache lines."""
-        if not all(self.steps.values()) or self.steps[self._columns[-1:] or "k"] == 1:
+        if not all(self.steps.values()) or not self._columns:
             return False
-        is_known = self.w[-1] in (self._columns[-1], "k") and self.x[-1] == "k"
-        return is_known and self.steps[self.w[-1]] % _LANES == 0 and self._rows <= _MOST_ROWS
+        line, column = self.w[-1], self._columns[-1]
+        is_known = line in (column, "k") and self.x[-1] == "k" and self.steps[column] > 1
+        return is_known and self.steps[line] % _LANES == 0 and self._rows <= _MOST_ROWS
 
     def is_by_rows(self) -> bool:
         """Say whether the numbers that are added up lie side by side in the matrix."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lowering.cpu import best_for
 from lowering.stages.barrier import behind_barrier
 from lowering.stages.multiply_tiles import has_tiles, suits_tiles
 from lowering.stages.templates import floats, replace_by
@@ -13,9 +14,10 @@ from lowering.stages.tile_functions import COLUMNS, ROWS
 
 # Rows (at most) and columns of a result that registers hold, by what the CPU can do, the first that
 # fits: 24 of 32 registers of 16 floats, 12 of 16 registers of 8. The factors need the others.
-_BLOCKS: Mapping[frozenset[str], tuple[int, int]] = {
+_BLOCKS: Mapping[frozenset[str], tuple[int, int] | None] = {
     frozenset({"avx512f"}): (12, 32),
     frozenset({"avx2", "fma"}): (6, 16),
+    frozenset(): None,
 }
 _ROWS = range(128, 513)  # of a work item, if there are more, and so many divide them
 _MOST_PANELS = 16  # of a work item
@@ -101,8 +103,7 @@ def read_in_panels(function: Any, features: Collection[str]) -> None:
     """
     from iree.compiler import ir
 
-    block = next((b for needed, b in _BLOCKS.items() if needed <= frozenset(features)), None)
-    if block is None:
+    if (block := best_for(features, _BLOCKS)) is None:
         return
     tiles = has_tiles(features)
     computed = set[Any]()  # by products, or of what they compute

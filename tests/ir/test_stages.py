@@ -127,26 +127,26 @@ def test_a_barrier_stands_only_where_one_op_reads_a_reduction_along_two_axes(
     assert count("optimization_barrier", ir["linalg-to-flow"]) == 0, "the host would wait there"
 
 
+@pytest.mark.parametrize(("cpu", "cache"), [("skylake-avx512", 3), ("znver4", 2)])
 @pytest.mark.parametrize(
     ("function", "prefetches"), [(torch.mm, 2), (lambda x, y: x.sigmoid() * y, 0)]
 )
 def test_products_read_both_factors_ahead(
-    lowered: Lower, function: Callable[..., Any], prefetches: int
+    lowered: Lower, function: Callable[..., Any], prefetches: int, cpu: str, cache: int
 ) -> None:
-    flow = lowered(lambda x, y: function(x, y), torch.zeros(96, 96), torch.zeros(96, 96))
-    flags = NPU_LOCAL.compile.flag_sets_for({"float32"})[0]
-    with IreeSession(CompileOptions(flags=flags)) as session:
-        module = session.parse(flow["linalg-to-flow"])
+    ir = lowered(lambda x, y: function(x, y), torch.zeros(96, 96), torch.zeros(96, 96))
+    options = CompileOptions(flags=flags_for(cpu))
+    with IreeSession(options) as session:
+        module = session.parse(ir["torch-to-linalg"])
+        form_dispatches(session, module, options)
         session.compile(module, begin="flow", end="executable-targets")
         with session.context:
-            read_ahead(module)
+            read_ahead(module, session.features())
         text = str(module)
-        pointers = re.findall(r'llvm\.intr\.prefetch[" (]*(%\w+)', text)
-        assert len(pointers) == prefetches
-        bases = [
-            re.findall(rf"{p} = llvm\.getelementptr (%\w+)\[4096\]", text)[0] for p in pointers
-        ]
-        assert len(set(bases)) == prefetches
+    found = re.findall(r'llvm\.intr\.prefetch[" (]*(%\w+).*?hint = (\d)', text)
+    assert [hint for _, hint in found] == [str(cache)] * prefetches
+    bases = [re.findall(rf"{p} = llvm\.getelementptr (%\w+)\[4096\]", text)[0] for p, _ in found]
+    assert len(set(bases)) == prefetches
 
 
 @pytest.mark.parametrize(
