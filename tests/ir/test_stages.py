@@ -376,6 +376,20 @@ def test_a_product_with_a_vector_that_is_computed_is_added_up_lane_by_lane(lower
     assert count(r"into tensor<40x4x16xf32>", flow) == 1
 
 
+@pytest.mark.parametrize("is_transposed", [True, False])
+@pytest.mark.parametrize(("rows", "are_few"), [(1, True), (2, True), (4, True), (5, False)])
+def test_products_of_few_rows_pack_nothing(
+    lowered: Lower, rows: int, are_few: bool, is_transposed: bool
+) -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x, w.mT if is_transposed else w)
+
+    flow = lowered(function, torch.zeros(3, rows, 64), torch.zeros(3, 64, 64))["linalg-to-flow"]
+    assert (count(r"flow\.dispatch @", flow) == 1) == are_few
+    assert (count(r"linalg\.pack", flow) == 0) == are_few
+    assert count("tensor<3x64x4x16xf32>", flow) > 0 or not (are_few and is_transposed)
+
+
 @pytest.mark.parametrize("flags", NPU_LOCAL.compile.flag_sets[:2])
 def test_a_row_is_added_up_in_the_lanes_of_vectors(lowered: Lower, flags: tuple[str, ...]) -> None:
     flow = lowered(lambda x: x.sum(1), torch.zeros(40, 64))["linalg-to-flow"]

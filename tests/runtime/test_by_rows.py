@@ -47,9 +47,21 @@ def test_products_with_vectors_that_follow_one_another(rows: int) -> None:
     torch.testing.assert_close(compiled(*args), function(*args), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize(("keys", "width"), [(512, 64), (77, 80), (60, 20), (13, 16), (1, 32)])
+@pytest.mark.parametrize(
+    ("heads", "rows", "keys", "width"),
+    [
+        (1, 1, 512, 64),
+        (3, 1, 77, 80),  # columns that no tile divides
+        (3, 2, 500, 128),
+        (1, 2, 13, 16),
+        (3, 3, 60, 48),
+        (2, 4, 256, 32),
+        (3, 4, 60, 20),  # no whole cache lines
+        (2, 5, 64, 64),  # too many rows
+        (3, 2, 1, 32),
+        (4, 1, 64, 1),
+    ],
+)
 def test_attention_of_few_rows(heads: int, rows: int, keys: int, width: int) -> None:
     def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: int) -> torch.Tensor:
         scores = torch.bmm(q, k.mT) * 0.125
