@@ -41,6 +41,14 @@ _FLAGS = {
     "peeling": "--iree-llvmcpu-vector-pproc-strategy",
     "tiles": "--iree-llvmcpu-matmul-tile-bytes",
 }
+# What does nothing before.
+_FUNCTIONS = {
+    "reading ahead": (flow_to_vmfb, "read_ahead"),
+    "rows ahead": (flow_to_vmfb, "read_rows_ahead"),
+    "few rows": (linalg_to_flow, "mark_few_rows"),
+    "panels": (linalg_to_flow, "read_in_panels"),
+    "matrix unit": (read_in_panels, "has_tiles"),
+}
 
 
 @dataclass(frozen=True)
@@ -50,8 +58,7 @@ class Case:
     Attributes:
         function: of tensors.
         shapes: of its arguments.
-        without: `peeling`, large `tiles`, `blocks` of attention, `reading ahead`, `panels`, the
-            `matrix unit`, or the name of a rewrite.
+        without: `blocks` of attention, what `_FLAGS` and `_FUNCTIONS` name, or a rewrite.
     """
 
     function: Callable[..., Any]
@@ -117,6 +124,12 @@ CASES = {
     "mm 64x1024x2816": Case(functional.linear, [(64, 1024), (2816, 1024)], "tiles"),
     "mm 128x768x3072": Case(functional.linear, [(128, 768), (3072, 768)], "reading ahead"),
     "mm 64x2816x1024": Case(functional.linear, [(64, 2816), (1024, 2816)], "reading ahead"),
+    "mm 1x1024x32000 by rows": Case(functional.linear, [(1, 1024), (32000, 1024)], "rows ahead"),
+    "mm 1x4096x4096 by rows": Case(functional.linear, [(1, 4096), (4096, 4096)], "rows ahead"),
+    "bmm 32x2x128x1024 by rows": Case(
+        lambda x, w: torch.bmm(x, w.mT), [(32, 2, 128), (32, 1024, 128)], "few rows"
+    ),
+    "bmm 32x2x1024x128 by rows": Case(torch.bmm, [(32, 2, 1024), (32, 1024, 128)], "few rows"),
     "mm 128x768x768 in panels": Case(functional.linear, [(128, 768), (768, 768)], "panels"),
     "mm 197x768x3072 in panels": Case(functional.linear, [(197, 768), (3072, 768)], "panels"),
     "mm 1500x512x512 in panels": Case(functional.linear, [(1500, 512), (512, 512)], "panels"),
@@ -175,12 +188,8 @@ def compiled(name: str, when: str) -> bytes:
         dropped = _FLAGS[case.without]
         flags = tuple(f for f in iree_session.global_flags() if not f.startswith(dropped))
         iree_session.global_flags = lambda: flags  # type: ignore[assignment]
-    elif when == BEFORE and case.without == "reading ahead":
-        flow_to_vmfb.read_ahead = lambda module: None
-    elif when == BEFORE and case.without == "matrix unit":
-        read_in_panels.has_tiles = lambda features: False
-    elif when == BEFORE and case.without == "panels":
-        linalg_to_flow.read_in_panels = lambda function, features: None
+    elif when == BEFORE and case.without in _FUNCTIONS:
+        setattr(*_FUNCTIONS[case.without], lambda *args: None)
     elif when == BEFORE:
         target = replace(target, rewrites=tuple(r for r in target.rewrites if r != case.without))
     return compile_program(Program.of(region_of(case, when)), target).vmfb

@@ -53,7 +53,8 @@ def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) 
     features = session.features()
     with session.context:
         drop_barriers(module)
-        read_by_rows(module, features)
+        if features:  # of a CPU
+            read_by_rows(module, features)
 
 
 def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:

@@ -1,28 +1,29 @@
-"""Write products of few rows so that the matrix is read once, as it lies in memory."""
+"""Write products of few rows so that memory gives the matrix once, in the order it lies in."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lowering.cpu import best_for
 from lowering.stages.dispatch_work import walk
+from lowering.stages.factors import is_plain, is_weight, shapes_of, transposed
 from lowering.stages.templates import floats, replace_by
 
 _LANES = 16  # floats of a cache line
 _MOST_ROWS = 4
-# Sums at a time, in cache lines: half of the registers.
-_SUMS = {frozenset({"avx512f"}): 16, frozenset[str](): 8}
+# Sums at a time, in cache lines: half of the registers (32 of 64 bytes, 16 of 32 bytes).
+_SUMS = {frozenset({"avx512f"}): 16, frozenset[str](): 4}
 _SIDE_BY_SIDE = range(3, 9)  # columns at a time, if each is a row in memory
 _ACROSS = 128  # columns at a time, else
 # Floats of the matrix that a work item reads: 8 rows, if they are long. The task system hands out
 # 8 items at a time (`iree/task/tuning.h`), and with larger ones a worker that woke late finds
 # nothing left of a small matrix, or the last has most of it to itself.
 _ITEM = 4096
-# `math.fma` with -0.0 is the product; `arith.mulf` would be taken for a matrix product again. By
-# this, a product that was marked is known.
+# `math.fma` with -0.0 is the product, by which `_marked` knows it; `arith.mulf` would be taken for
+# a matrix product again.
 _ADD = """{
   ^bb0(%a: f32, %b: f32, %sum: f32):
     %nothing = arith.constant -0.0 : f32
@@ -30,7 +31,6 @@ _ADD = """{
     %next = arith.addf %sum, %ab : f32
     linalg.yield %next : f32
   }"""
-_ADDS = ["math.fma", "arith.addf", "linalg.yield"]
 _PRODUCT = """
 func.func private @product(%w: {w}, %x: {x}, %start: {y}) -> {y} {{
   %y = linalg.generic {{indexing_maps = {maps}, iterator_types = [{parallel}, "reduction"]}}
@@ -82,20 +82,10 @@ def mark_few_rows(function: Any) -> None:
     After:  %y[h, m, n] = sum over k of %w[h, n, k] * %x[h, m, k]
     """
     for op in list(function.regions[0].blocks[0].operations):
-        match op.operation.name:
-            case "linalg.matvec":
-                w, x, start = op.operands
-                loops = "nk", "k", "n"
-            case "linalg.batch_matmul":
-                x, w, start = op.operands
-                source = _transposed(w)
-                loops = "hkn" if source is None else "hnk", "hmk", "hmn"
-                w = w if source is None else source
-            case _:
-                continue
-        shapes = [shape for value in (w, x, start) if (shape := _shape(value)) is not None]
-        if len(shapes) == len(loops) and (product := _Product.of(loops, shapes)).can_be_read():
-            replace_by(op, product.as_reduction(), [w, x, start])
+        found = _product_of(op)
+        if found is not None and found[0].can_be_read():
+            product, arguments = found
+            replace_by(op, product.as_reduction(), arguments)
 
 
 def read_by_rows(module: Any, features: Collection[str]) -> None:
@@ -157,10 +147,11 @@ class _Product:
 
     def can_be_read(self) -> bool:
         """Say whether the rows are few, and the matrix has whole cache lines."""
-        if not all(self.steps.values()) or not self._columns:
+        columns, rows = self._column_loops, self._row_loops
+        if not (columns and self.w and self.x.endswith("k") and len(rows) <= 1):
             return False
-        line, column = self.w[-1], self._columns[-1]
-        is_known = line in (column, "k") and self.x[-1] == "k" and self.steps[column] > 1
+        line, column = self.w[-1], columns[-1]
+        is_known = line in (column, "k") and all(self.steps.values()) and self.steps[column] > 1
         return is_known and self.steps[line] % _LANES == 0 and self._rows <= _MOST_ROWS
 
     def is_by_rows(self) -> bool:
@@ -198,10 +189,10 @@ class _Product:
         Args:
             sums: cache lines that stay in registers.
         """
-        column = self._columns[-1]
+        column = self._column_loops[-1]
         columns, rows = self.steps[column], self._rows
         if self.is_by_rows():
-            most = min(_SIDE_BY_SIDE[-1], sums // rows)
+            most = min(_SIDE_BY_SIDE[-1], sums // rows, columns)
             at_once = _largest_divisor(columns, most)
             if at_once < _SIDE_BY_SIDE[0]:
                 at_once = most
@@ -209,9 +200,9 @@ class _Product:
                 columns // at_once, _ITEM // self.steps["k"] // at_once
             )
         else:
-            item = at_once = math.gcd(columns, _ACROSS)
+            item = at_once = math.gcd(columns, _ACROSS, sums * _LANES)
             rows = _largest_divisor(rows, sums * _LANES // at_once)
-        whole = {i: self.steps[i] for i in self.y if i not in self.w}
+        whole = {i: self.steps[i] for i in self._row_loops}
         items = {**whole, column: item}
         tiles = {**dict.fromkeys(whole, rows), column: at_once}
         written = {
@@ -224,10 +215,14 @@ class _Product:
 
     @property
     def _rows(self) -> int:
-        return math.prod(self.steps[i] for i in self.y if i not in self.w)
+        return math.prod(self.steps[i] for i in self._row_loops)
 
     @property
-    def _columns(self) -> str:
+    def _row_loops(self) -> str:
+        return "".join(i for i in self.y if i not in self.w)
+
+    @property
+    def _column_loops(self) -> str:
         return "".join(i for i in self.y if i not in self.x)
 
     def _maps(self, inner: str, *operands: str) -> str:
@@ -249,38 +244,63 @@ class _Product:
         )
 
 
+def _product_of(op: Any) -> tuple[_Product, list[Any]] | None:
+    """Return a product, its matrix, other factor and start; None if an op is no such product."""
+    if op.operation.name == "linalg.matvec" and (shapes := shapes_of(op)) is not None:
+        return _Product.of(("nk", "k", "n"), shapes), list(op.operands)
+    if op.operation.name != "linalg.batch_matmul" or not is_plain(op.operation, rank=3):
+        return None
+    if (shapes := shapes_of(op)) is None:
+        return None
+    x, w, start = op.operands
+    product = _Product.of(("hkn", "hmk", "hmn"), (shapes[1], shapes[0], shapes[2]))
+    if (source := transposed(w, rank=3)) is not None:
+        return replace(product, w="hnk"), [source, x, start]
+    if is_weight(w):  # packed once, at load, it is read as one stream
+        return None
+    return product, [w, x, start]
+
+
 def _marked(op: Any) -> _Product | None:
     """Return what an op computes if it was marked, and IREE has fused nothing into it."""
     from iree.compiler import ir
 
-    body = [inner.operation.name for inner in op.regions[0].blocks[0].operations]
     maps = [ir.AffineMapAttr(a).value for a in op.attributes["indexing_maps"]]
-    if [name for name in body if name != "arith.constant"] != _ADDS or len(maps) != 3:
+    if len(maps) != 3 or not _adds_products(op) or (shapes := shapes_of(op)) is None:
         return None
     outer = maps[2].n_dims - 1
-    if not all(m.is_projected_permutation for m in maps) or len(maps[2].results) != outer:
-        return None
     letters = [*"abcdefgh"[:outer], "k"]  # the loops of the result, then the sum's
-    loops = ["".join(letters[ir.AffineDimExpr(d).position] for d in m.results) for m in maps]
-    if loops[2] != "".join(letters[:-1]):
+    if len(letters) <= outer or not all(m.is_projected_permutation for m in maps):
         return None
-    return _Product.of(loops, [ir.RankedTensorType(value.type).shape for value in op.operands])
+    loops = ["".join(letters[ir.AffineDimExpr(d).position] for d in m.results) for m in maps]
+    return _Product.of(loops, shapes) if loops[2] == "".join(letters[:-1]) else None
 
 
-def _shape(value: Any) -> list[int] | None:
-    """Return the shape of a tensor of float32; None if it is of something else, or dynamic."""
+def _adds_products(op: Any) -> bool:
+    """Say whether the body of an op is `_ADD`; the constant may stand outside."""
+    block = op.regions[0].blocks[0]
+    body = [inner.operation for inner in block.operations]
+    computed = [inner for inner in body if inner.name != "arith.constant"]
+    if [inner.name for inner in computed] != ["math.fma", "arith.addf", "linalg.yield"]:
+        return False
+    product, total, end = computed
+    a, b, nothing = product.operands
+    x, y, before = block.arguments
+    return (
+        {a, b} == {x, y}
+        and _is_minus_zero(nothing)
+        and set(total.operands) == {before, product.results[0]}
+        and list(end.operands) == [total.results[0]]
+    )
+
+
+def _is_minus_zero(value: Any) -> bool:
     from iree.compiler import ir
 
-    kind = ir.RankedTensorType(value.type)
-    return list(kind.shape) if str(kind.element_type) == "f32" and kind.has_static_shape else None
-
-
-def _transposed(value: Any) -> Any:
-    """Return the batch of matrices whose transposes a value is; None if it is no such."""
-    owner = value.owner
-    if getattr(owner, "name", "") != "linalg.transpose":
-        return None
-    return owner.operands[0] if list(owner.attributes["permutation"]) == [0, 2, 1] else None
+    if getattr(value.owner, "name", "") != "arith.constant":
+        return False
+    number = ir.FloatAttr(value.owner.attributes["value"]).value
+    return number == 0.0 and math.copysign(1.0, number) < 0
 
 
 def _largest_divisor(number: int, most: int) -> int:

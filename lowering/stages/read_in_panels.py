@@ -8,6 +8,7 @@ from typing import Any
 
 from lowering.cpu import best_for
 from lowering.stages.barrier import behind_barrier
+from lowering.stages.factors import VIEWS, is_plain, is_weight, shapes_of, transposed
 from lowering.stages.multiply_tiles import has_tiles, suits_tiles
 from lowering.stages.templates import floats, replace_by
 from lowering.stages.tile_functions import COLUMNS, ROWS
@@ -71,7 +72,6 @@ _END_PADDED = """
   %all = tensor.collapse_shape %parts {columns} : {split} into {whole}
   %y = tensor.extract_slice %all {zeros} {sizes} {ones} : {whole} to {y}
 """
-_SHAPES = ("tensor.collapse_shape", "tensor.expand_shape")
 _NAMES = {"linalg.matmul": 2, "linalg.batch_matmul": 3}  # -> dimensions of a factor
 
 
@@ -115,7 +115,7 @@ def read_in_panels(function: Any, features: Collection[str]) -> None:
         elif op.operation.name == "linalg.transpose":
             with ir.InsertionPoint(op):
                 op.operation.operands[0] = behind_barrier(op.operands[0])
-        elif op.operation.name in _SHAPES or _is_elementwise(op.operation):
+        elif op.operation.name in VIEWS or _is_elementwise(op.operation):
             computed.update(op.results)
 
 
@@ -190,28 +190,23 @@ def _product_of(op: Any, block: tuple[int, int], *, tiles: bool) -> _Product | N
         block: rows, at most, and columns that registers hold.
         tiles: whether the CPU has a matrix unit.
     """
-    from iree.compiler import ir
-
     rank = _NAMES.get(op.operation.name)
-    if rank is None or not _is_plain(op.operation, rank):
-        return None
-    kinds = [ir.RankedTensorType(operand.type) for operand in op.operands]
-    if not all(str(k.element_type) == "f32" and k.has_static_shape for k in kinds):
+    if rank is None or not is_plain(op.operation, rank) or (shapes := shapes_of(op)) is None:
         return None
     x, w, start = op.operands
-    *stack, m, k = kinds[0].shape
-    n = kinds[1].shape[-1]
+    *stack, m, k = shapes[0]
+    n = shapes[1][-1]
     if m < 2 or 0 in (k, n, *stack):
         return None
     if tiles and suits_tiles(m, k):
         block = (ROWS, COLUMNS)
-    source = _transposed(w, rank)
+    source = transposed(w, rank)
     factor = w if source is None else source
     if n % block[1]:
         # With columns over, what is packed is padded, and the result is copied without them: worth
         # it for weights, which are packed once, and for the unit.
         is_filled = getattr(start.owner, "name", "") == "linalg.fill"
-        is_worth = block == (ROWS, COLUMNS) and n >= _LEAST_PADDED and _is_weight(factor)
+        is_worth = block == (ROWS, COLUMNS) and n >= _LEAST_PADDED and is_weight(factor)
         if not (is_filled and is_worth):
             return None
         start = start.owner.operands[0]
@@ -222,36 +217,6 @@ def _product_of(op: Any, block: tuple[int, int], *, tiles: bool) -> _Product | N
         is_transposed=source is not None,
         arguments=(x, factor, start),
     )
-
-
-def _is_plain(op: Any, rank: int) -> bool:
-    """Say whether a product is of matrices as they are: such an op may have maps of its own."""
-    from iree.compiler import ir
-
-    if "indexing_maps" not in op.attributes:
-        return True
-    stack = [ir.AffineDimExpr.get(0)] if rank == 3 else []
-    m, n, k = (ir.AffineDimExpr.get(d) for d in range(len(stack), len(stack) + 3))
-    plain = ([*stack, m, k], [*stack, k, n], [*stack, m, n])
-    maps = [ir.AffineMapAttr(a).value for a in op.attributes["indexing_maps"]]
-    return all(list(a.results) == b for a, b in zip(maps, plain, strict=True))
-
-
-def _transposed(value: Any, rank: int) -> Any:
-    """Return what a value has the last two dimensions of the other way round; None: of nothing."""
-    owner = getattr(value.owner, "operation", None)
-    if owner is None or owner.name != "linalg.transpose":
-        return None
-    order = [*range(rank - 2), rank - 1, rank - 2]
-    is_swap = list(owner.attributes["permutation"]) == order
-    return owner.operands[0] if is_swap else None
-
-
-def _is_weight(value: Any) -> bool:
-    """Say whether a value is a parameter, in any shape."""
-    while getattr(value.owner, "name", "") in _SHAPES:
-        value = value.owner.operands[0]
-    return getattr(value.owner, "name", "") == "util.global.load"
 
 
 def _is_elementwise(op: Any) -> bool:

@@ -44,13 +44,15 @@ def read_rows_ahead(module: Any) -> None:
 
 def _rows_side_by_side(ops: Sequence[Any]) -> list[list[Any]]:
     """Return the loads of what is multiplied by the same vector, in order; once for several."""
+    products = [op for op in ops if op.operation.name == "llvm.intr.fma"]
+    if len(products) < _LEAST_ROWS:
+        return []
     loads = {op.operation.results[0]: op for op in ops if is_vector_load(op)}
     found: dict[Any, list[Any]] = defaultdict(list)
-    for op in ops:
-        if op.operation.name == "llvm.intr.fma":
-            row, vector, _ = op.operation.operands
-            if row in loads:
-                found[vector].append(row)
+    for op in products:
+        row, vector, _ = op.operation.operands
+        if row in loads:
+            found[vector].append(row)
     several = dict.fromkeys(tuple(rows) for rows in found.values() if len(rows) >= _LEAST_ROWS)
     return [[loads[row] for row in rows] for rows in several]
 

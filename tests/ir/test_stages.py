@@ -27,6 +27,7 @@ from lowering.stages.iree_session import IreeSession
 from lowering.stages.linalg_to_flow import form_dispatches, prepare
 from lowering.stages.multiply_tiles import multiply_tiles
 from lowering.stages.read_ahead import read_ahead
+from lowering.stages.read_by_rows import read_by_rows
 from lowering.stages.read_in_panels import work_item
 from lowering.stages.read_rows_ahead import read_rows_ahead
 from lowering.target import CompileTarget
@@ -387,7 +388,47 @@ def test_products_of_few_rows_pack_nothing(
     flow = lowered(function, torch.zeros(3, rows, 64), torch.zeros(3, 64, 64))["linalg-to-flow"]
     assert (count(r"flow\.dispatch @", flow) == 1) == are_few
     assert (count(r"linalg\.pack", flow) == 0) == are_few
-    assert count("tensor<3x64x4x16xf32>", flow) > 0 or not (are_few and is_transposed)
+    assert count("compilation_info = ", flow) > 0
+
+
+_SUM = """
+func.func @sum(%w: tensor<64x64x{kind}>, %x: tensor<64x{kind}>, %y: tensor<64x{kind}>)
+    -> tensor<64x{kind}> {{
+  %r = linalg.generic {{
+      indexing_maps = [affine_map<(n, k) -> (n, k)>, affine_map<(n, k) -> (k)>,
+                       affine_map<(n, k) -> (n)>],
+      iterator_types = ["parallel", "reduction"]}}
+      ins(%w, %x : tensor<64x64x{kind}>, tensor<64x{kind}>) outs(%y : tensor<64x{kind}>) {{
+  ^bb0(%a: {kind}, %b: {kind}, %sum: {kind}):
+    %c = arith.constant {addend} : {kind}
+    %ab = math.fma %a, %{other}, %c : {kind}
+    %next = arith.addf %sum, %ab : {kind}
+    linalg.yield %next : {kind}
+  }} -> tensor<64x{kind}>
+  return %r : tensor<64x{kind}>
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("addend", "other", "kind", "is_product"),
+    [
+        ("-0.0", "b", "f32", True),
+        ("0.0", "b", "f32", False),
+        ("1.0", "b", "f32", False),
+        ("-0.0", "a", "f32", False),
+        ("-0.0", "b", "f64", False),
+    ],
+)
+def test_only_sums_of_products_are_read_by_rows(
+    addend: str, other: str, kind: str, is_product: bool
+) -> None:
+    with IreeSession(CompileOptions(flags=NPU_LOCAL.compile.flag_sets[0])) as session:
+        module = session.parse(_SUM.format(addend=addend, other=other, kind=kind))
+        with session.context:
+            before = str(module)
+            read_by_rows(module, ["avx512f"])
+            assert (str(module) != before) == is_product
 
 
 @pytest.mark.parametrize("flags", NPU_LOCAL.compile.flag_sets[:2])

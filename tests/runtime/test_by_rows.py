@@ -59,6 +59,8 @@ def test_products_with_vectors_that_follow_one_another(rows: int) -> None:
         (3, 4, 60, 20),  # no whole cache lines
         (2, 5, 64, 64),  # too many rows
         (3, 2, 1, 32),
+        (3, 1, 2, 32),
+        (1, 2, 6, 8192),
         (4, 1, 64, 1),
     ],
 )
@@ -77,8 +79,6 @@ def test_attention_of_few_rows(heads: int, rows: int, keys: int, width: int) -> 
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_what_makes_and_what_follows_products_of_few_rows(rows: int, is_transposed: bool) -> None:
-    """What comes before is not computed once for each row, and what follows is fused."""
-
     def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         factor = gelu(w + 1)[:, 16:48]
         y = torch.bmm(silu(x), factor.mT if is_transposed else factor)
@@ -96,6 +96,23 @@ def test_infinities_and_nans_in_products_of_few_rows(is_transposed: bool) -> Non
         return torch.bmm(x, w.mT if is_transposed else w)
 
     x, w = torch.randn(3, 2, 32), torch.randn(3, 32, 32)
-    x[0, 0, 3], w[1, 2, 5], x[2, 1, 7], w[2, 4, 4] = torch.inf, torch.nan, 0.0, -torch.inf
+    x[0, 0, 3], w[1, 2, 5], x[2, 1, 4], w[2, 4, 4] = torch.inf, torch.nan, 0.0, -torch.inf
     compiled = torch.compile(function, backend="npu_iree", options={"fallback": "error"})
     torch.testing.assert_close(compiled(x, w), function(x, w), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, w: torch.bmm(s.expand(3, 2, 32), w),
+        lambda s, w: torch.bmm(w[:, :2], s.expand(3, 32, 32)),
+        lambda s, w: torch.bmm(w[:, :1], w[:, :, :16].mT.contiguous().mT),
+        lambda s, w: torch.mv(w[0], s.expand(32)),
+        lambda s, w: torch.bmm(w[:, 0:2], w.mT) @ w,
+        lambda s, w: torch.baddbmm(w[:, 2:4], w[:, :2], w.mT),
+    ],
+)
+def test_factors_of_few_rows_in_any_form(function: Callable[..., torch.Tensor]) -> None:
+    args = torch.randn(1), torch.randn(3, 32, 32)
+    compiled = torch.compile(function, backend="npu_iree", options={"fallback": "error"})
+    torch.testing.assert_close(compiled(*args), function(*args), rtol=1e-4, atol=1e-4)

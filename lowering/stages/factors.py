@@ -1,0 +1,46 @@
+"""What the factors of matrix products are: as they lie, transposed, weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+VIEWS = ("tensor.collapse_shape", "tensor.expand_shape")
+
+
+def shapes_of(op: Any) -> list[list[int]] | None:
+    """Return the shapes of an op's operands; None if one has dynamic sizes, or no float32."""
+    from iree.compiler import ir
+
+    kinds = [ir.RankedTensorType(operand.type) for operand in op.operands]
+    is_known = all(str(k.element_type) == "f32" and k.has_static_shape for k in kinds)
+    return [list(kind.shape) for kind in kinds] if is_known else None
+
+
+def is_plain(op: Any, rank: int) -> bool:
+    """Say whether a product is of matrices as they are: such an op may have maps of its own."""
+    from iree.compiler import ir
+
+    if "indexing_maps" not in op.attributes:
+        return True
+    stack = [ir.AffineDimExpr.get(0)] if rank == 3 else []
+    m, n, k = (ir.AffineDimExpr.get(d) for d in range(len(stack), len(stack) + 3))
+    plain = ([*stack, m, k], [*stack, k, n], [*stack, m, n])
+    maps = [ir.AffineMapAttr(a).value for a in op.attributes["indexing_maps"]]
+    return all(list(a.results) == b for a, b in zip(maps, plain, strict=True))
+
+
+def transposed(value: Any, rank: int) -> Any:
+    """Return what a value has the last two dimensions of the other way round; None: of nothing."""
+    owner = getattr(value.owner, "operation", None)
+    if owner is None or owner.name != "linalg.transpose":
+        return None
+    order = [*range(rank - 2), rank - 1, rank - 2]
+    is_swap = list(owner.attributes["permutation"]) == order
+    return owner.operands[0] if is_swap else None
+
+
+def is_weight(value: Any) -> bool:
+    """Say whether a value is a parameter, in any shape."""
+    while getattr(value.owner, "name", "") in VIEWS:
+        value = value.owner.operands[0]
+    return getattr(value.owner, "name", "") == "util.global.load"
