@@ -1,4 +1,4 @@
-"""Which instruction sets code for a CPU needs, and which of them this machine lacks."""
+"""Which instruction sets code for a CPU needs, may use best, and which this machine lacks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,11 @@ _LINUX_NAMES = {
     "sha": "shani",
     "sse3": "pni",
 }
+_T = TypeVar("_T")
 _TARGET = re.compile(
     r'#hal\.executable\.target<"llvm-cpu", "embedded-elf-(?P<arch>\w+)"[^>]*?'
     r'cpu_features = "(?P<features>[^"]*)"'
 )
-
-
-_T = TypeVar("_T")
 
 
 def best_for(features: Collection[str], table: Mapping[frozenset[str], _T]) -> _T:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lowering.stages.symbols import maker_of
+
 VIEWS = ("tensor.collapse_shape", "tensor.expand_shape")
 
 
@@ -31,16 +33,15 @@ def is_plain(op: Any, rank: int) -> bool:
 
 def transposed(value: Any, rank: int) -> Any:
     """Return what a value has the last two dimensions of the other way round; None: of nothing."""
-    owner = getattr(value.owner, "operation", None)
-    if owner is None or owner.name != "linalg.transpose":
+    if maker_of(value) != "linalg.transpose":
         return None
     order = [*range(rank - 2), rank - 1, rank - 2]
-    is_swap = list(owner.attributes["permutation"]) == order
-    return owner.operands[0] if is_swap else None
+    is_swap = list(value.owner.attributes["permutation"]) == order
+    return value.owner.operands[0] if is_swap else None
 
 
 def is_weight(value: Any) -> bool:
     """Say whether a value is a parameter, in any shape."""
-    while getattr(value.owner, "name", "") in VIEWS:
+    while maker_of(value) in VIEWS:
         value = value.owner.operands[0]
-    return getattr(value.owner, "name", "") == "util.global.load"
+    return maker_of(value) == "util.global.load"

@@ -43,7 +43,7 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
         output = Output.open_membuffer()
         begin = "flow"
         if DATA_TILING in options.flags:
-            features = session.features()
+            features = session.features
             session.compile(module, begin=begin, end="executable-configurations")
             with session.context:
                 block_convolutions(module, features)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from lowering.cpu import required_features
@@ -57,8 +57,9 @@ class IreeSession(MlirContext):
         except ir.MLIRError as error:
             raise RuntimeError(self.said(str(error))) from error
 
+    @cached_property
     def features(self) -> tuple[str, ...]:
-        """Return what the CPU that is compiled for can do, by LLVM's names."""
+        """What the CPU that is compiled for can do, by LLVM's names."""
         module = self.parse("module {}")
         self.compile(module, end="preprocessing")
         return required_features(str(module))

@@ -50,18 +50,17 @@ def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) 
     """
     prepare(session, module, options)
     session.compile(module, end="flow")
-    features = session.features()
     with session.context:
         drop_barriers(module)
-        if features:  # of a CPU
-            read_by_rows(module, features)
+        if _is_for_cpu(options):
+            read_by_rows(module, session.features)
 
 
 def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
     """Make a module in linalg, in place, what IREE is to compile."""
     from iree.compiler import ir
 
-    features = session.features() if DATA_TILING in options.flags else ()
+    features = session.features if DATA_TILING in options.flags else ()
     with session.context:
         link_kernels(session, module, options.kernels)
         bound: dict[str, Any] = {}
@@ -73,9 +72,13 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 separate_fills(function)
                 separate_reads(function)
                 separate_pieces(function)
-                if any(flag.endswith("=llvm-cpu") for flag in options.flags):
+                if _is_for_cpu(options):
                     mark_few_rows(function)
                 read_in_panels(function, features)
+
+
+def _is_for_cpu(options: CompileOptions) -> bool:
+    return any(flag.endswith("=llvm-cpu") for flag in options.flags)
 
 
 def _entry_points(module: Any) -> list[Any]:

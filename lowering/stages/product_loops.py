@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lowering.stages.symbols import constant_of, maker_of
 from lowering.stages.tile_functions import COLUMNS, DEPTH
 
 _EFFECTS = ("llvm.call", "llvm.store")
@@ -117,7 +118,7 @@ def _levels_at(header: Any, begin: Any = None) -> list[Level] | None:
     if end.operation.name != "llvm.cond_br":
         return None
     test = end.operands[0].owner
-    count = _constant(test.operands[1]) if test.name == "llvm.icmp" else None
+    count = constant_of(test.operands[1]) if test.name == "llvm.icmp" else None
     if count is None or test.operands[0] != k:
         return None
     body = header if len(end.operands) > 1 else successors(end)[0]
@@ -128,7 +129,7 @@ def _levels_at(header: Any, begin: Any = None) -> list[Level] | None:
     if on.operation.name == "llvm.br" and on.operation.successors[0] == header:
         return [level] if _is_next(on.operands[0], k) else None
     inside, given = successors(on)[0], list(on.operands)[-2:]
-    if len(given) < 2 or given[1] != sums or _constant(given[0]) != 0:
+    if len(given) < 2 or given[1] != sums or constant_of(given[0]) != 0:
         return None
     levels = _levels_at(inside, given[0])
     if levels is None:
@@ -143,9 +144,8 @@ def _levels_at(header: Any, begin: Any = None) -> list[Level] | None:
 
 
 def _is_next(value: Any, k: Any) -> bool:
-    owner = value.owner
-    is_sum = getattr(owner, "name", "") == "llvm.add" and owner.operands[0] == k
-    return is_sum and _constant(owner.operands[1]) == 1
+    is_sum = maker_of(value) == "llvm.add" and value.owner.operands[0] == k
+    return is_sum and constant_of(value.owner.operands[1]) == 1
 
 
 def _is_added(row: Any, panel: Any, sums: Any, index: int) -> bool:
@@ -165,12 +165,6 @@ def _is_added(row: Any, panel: Any, sums: Any, index: int) -> bool:
     uses = [use.owner.operation for use in value.results[0].uses]
     positions = [list(op.attributes["position"]) for op in (sum_.owner, *uses)]
     return [use.name for use in uses] == ["llvm.insertvalue"] and positions == [[index]] * 2
-
-
-def _constant(value: Any) -> int | None:
-    owner = value.owner
-    is_constant = getattr(owner, "name", "") == "llvm.mlir.constant"
-    return owner.attributes["value"].value if is_constant else None
 
 
 def successors(op: Any) -> list[Any]:

@@ -10,6 +10,7 @@ from typing import Any
 from lowering.cpu import best_for
 from lowering.stages.dispatch_work import walk
 from lowering.stages.factors import is_plain, is_weight, shapes_of, transposed
+from lowering.stages.symbols import maker_of
 from lowering.stages.templates import floats, replace_by
 
 _LANES = 16  # floats of a cache line
@@ -246,11 +247,12 @@ class _Product:
 
 def _product_of(op: Any) -> tuple[_Product, list[Any]] | None:
     """Return a product, its matrix, other factor and start; None if an op is no such product."""
-    if op.operation.name == "linalg.matvec" and (shapes := shapes_of(op)) is not None:
-        return _Product.of(("nk", "k", "n"), shapes), list(op.operands)
-    if op.operation.name != "linalg.batch_matmul" or not is_plain(op.operation, rank=3):
+    name = op.operation.name
+    if name not in ("linalg.matvec", "linalg.batch_matmul") or (shapes := shapes_of(op)) is None:
         return None
-    if (shapes := shapes_of(op)) is None:
+    if name == "linalg.matvec":
+        return _Product.of(("nk", "k", "n"), shapes), list(op.operands)
+    if not is_plain(op.operation, rank=3):
         return None
     x, w, start = op.operands
     product = _Product.of(("hkn", "hmk", "hmn"), (shapes[1], shapes[0], shapes[2]))
@@ -297,7 +299,7 @@ def _adds_products(op: Any) -> bool:
 def _is_minus_zero(value: Any) -> bool:
     from iree.compiler import ir
 
-    if getattr(value.owner, "name", "") != "arith.constant":
+    if maker_of(value) != "arith.constant":
         return False
     number = ir.FloatAttr(value.owner.attributes["value"]).value
     return number == 0.0 and math.copysign(1.0, number) < 0

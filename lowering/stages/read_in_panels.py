@@ -10,6 +10,7 @@ from lowering.cpu import best_for
 from lowering.stages.barrier import behind_barrier
 from lowering.stages.factors import VIEWS, is_plain, is_weight, shapes_of, transposed
 from lowering.stages.multiply_tiles import has_tiles, suits_tiles
+from lowering.stages.symbols import maker_of
 from lowering.stages.templates import floats, replace_by
 from lowering.stages.tile_functions import COLUMNS, ROWS
 
@@ -205,7 +206,7 @@ def _product_of(op: Any, block: tuple[int, int], *, tiles: bool) -> _Product | N
     if n % block[1]:
         # With columns over, what is packed is padded, and the result is copied without them: worth
         # it for weights, which are packed once, and for the unit.
-        is_filled = getattr(start.owner, "name", "") == "linalg.fill"
+        is_filled = maker_of(start) == "linalg.fill"
         is_worth = block == (ROWS, COLUMNS) and n >= _LEAST_PADDED and is_weight(factor)
         if not (is_filled and is_worth):
             return None

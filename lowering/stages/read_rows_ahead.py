@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowering.stages.read_ahead import SECOND_CACHE, is_vector_load, prefetch
-from lowering.stages.symbols import device_functions
+from lowering.stages.symbols import constant_of, device_functions, maker_of
 
 _LEAST_ROWS = 4
 _FLOAT_BYTES = 4
@@ -69,10 +69,9 @@ def _row_bytes(loads: Sequence[Any]) -> int | None:
 def _place(load: Any) -> Counter[Any]:
     """Return where a load reads, in floats: how often each value counts; None for 1."""
     pointer = load.operation.operands[0]
-    owner = pointer.owner
-    if _name(owner) != "llvm.getelementptr" or len(owner.operands) != 2:
+    if maker_of(pointer) != "llvm.getelementptr" or len(pointer.owner.operands) != 2:
         return Counter({pointer: 1})
-    base, index = owner.operands
+    base, index = pointer.owner.operands
     place = _sum(index)
     place[base] += 1
     return place
@@ -80,18 +79,16 @@ def _place(load: Any) -> Counter[Any]:
 
 def _sum(value: Any) -> Counter[Any]:
     """Write a number as a sum: how often each value counts; None for 1."""
-    owner = value.owner
-    match _name(owner):
-        case "llvm.mlir.constant":
-            return Counter({None: owner.attributes["value"].value})
+    if (number := constant_of(value)) is not None:
+        return Counter({None: number})
+    match maker_of(value):
         case "llvm.add":
-            one, other = map(_sum, owner.operands)
+            one, other = map(_sum, value.owner.operands)
             one.update(other)
             return one
         case "llvm.mul":
-            one, factor = owner.operands
-            if _name(factor.owner) == "llvm.mlir.constant":
-                times = factor.owner.attributes["value"].value
+            one, factor = value.owner.operands
+            if (times := constant_of(factor)) is not None:
                 return Counter({key: count * times for key, count in _sum(one).items()})
     return Counter({value: 1})
 
@@ -100,8 +97,3 @@ def _difference(one: Counter[Any], other: Counter[Any]) -> dict[Any, int]:
     difference = Counter(one)
     difference.subtract(other)
     return {key: count for key, count in difference.items() if count}
-
-
-def _name(owner: Any) -> str:
-    """Return the name of the op that makes a value; none if it is the argument of a block."""
-    return getattr(owner, "name", "")

@@ -1,4 +1,4 @@
-"""What ops are called, and which ops of a kind there are in a block."""
+"""What ops are called, which ops of a kind there are in a block, and what makes a value."""
 
 from __future__ import annotations
 
@@ -26,3 +26,14 @@ def device_functions(module: Any) -> list[Any]:
     """Return the functions of a module's device code, in the LLVM dialect."""
     modules = [op for variant in variants(module) for op in inside(variant, "builtin.module")]
     return [function for op in modules for function in inside(op, "llvm.func")]
+
+
+def maker_of(value: Any) -> str:
+    """Return the name of the op that makes a value; none if it is the argument of a block."""
+    return getattr(value.owner, "name", "")
+
+
+def constant_of(value: Any) -> int | None:
+    """Return the number that a value of the LLVM dialect is; None if it is computed."""
+    is_constant = maker_of(value) == "llvm.mlir.constant"
+    return value.owner.attributes["value"].value if is_constant else None

@@ -142,7 +142,7 @@ def test_products_read_both_factors_ahead(
         form_dispatches(session, module, options)
         session.compile(module, begin="flow", end="executable-targets")
         with session.context:
-            read_ahead(module, session.features())
+            read_ahead(module, session.features)
         text = str(module)
     found = re.findall(r'llvm\.intr\.prefetch[" (]*(%\w+).*?hint = (\d)', text)
     assert [hint for _, hint in found] == [str(cache)] * prefetches
@@ -160,9 +160,11 @@ def test_a_product_with_a_vector_asks_for_the_next_rows(
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.mm(x, w.t()).relu()
 
-    flow = lowered(function, torch.zeros(rows, width), torch.zeros(64, width))
-    with IreeSession(CompileOptions(flags=NPU_LOCAL.compile.flag_sets[0])) as session:
-        module = session.parse(flow["linalg-to-flow"])
+    ir = lowered(function, torch.zeros(rows, width), torch.zeros(64, width))
+    options = CompileOptions(flags=flags_for("skylake-avx512"))
+    with IreeSession(options) as session:
+        module = session.parse(ir["torch-to-linalg"])
+        form_dispatches(session, module, options)
         session.compile(module, begin="flow", end="executable-targets")
         with session.context:
             read_rows_ahead(module)
@@ -195,7 +197,7 @@ def test_a_product_is_computed_by_tiles_where_that_is_faster(
         module = session.parse(ir["torch-to-linalg"])
         form_dispatches(session, module, options)
         session.compile(module, begin="flow", end="executable-targets")
-        features = session.features()
+        features = session.features
         with session.context:
             before = str(module)
             multiply_tiles(module, [f for f in features if not f.startswith("amx")])
@@ -235,7 +237,7 @@ def test_a_convolution_is_computed_by_tiles_where_rows_are_whole_blocks(
         module = session.parse(ir["torch-to-linalg"])
         form_dispatches(session, module, options)
         session.compile(module, begin="flow", end="executable-configurations")
-        features = session.features()
+        features = session.features
         with session.context:
             before = str(module)
             block_convolutions(module, [f for f in features if not f.startswith("amx")])
