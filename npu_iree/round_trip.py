@@ -3,6 +3,9 @@
 So it is in most graphs, and what a call costs that computes little is the number of steps that
 Python takes. Nothing is decided here: where anything is out of the ordinary (an input that has
 moved, somebody who watches), the single steps run.
+
+Whether a weight has changed is found out while the device works: what lies in memory about several
+hundred of them has left the CPU's caches since the last call. Where one has, all is done again.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from npu_iree.executable import Function, push_number
 from npu_iree.frozen import Span
 from npu_iree.timeline import Timepoint
 from npu_iree.transfers import is_watched
+from npu_iree.weights import Weights
 
 # Takes a call's places: each value's bytes on the host, or its number; each value's handle; and
 # host memory that the device was given in place.
@@ -50,6 +54,8 @@ class RoundTrip:
         results: the place, dtype and crossing of each of its results, in order.
         targets: the places of the arguments that these will be written to, if any will.
         reader: who needs the results.
+        weights: what is bound, if the single steps see to that, too.
+        can_repeat: whether the region leaves its inputs as they are.
         one_by_one: the single steps.
     """
 
@@ -62,6 +68,8 @@ class RoundTrip:
         results: Sequence[tuple[int, torch.dtype, Crossing]],
         targets: Sequence[int | None],
         reader: str,
+        weights: Weights | None,
+        can_repeat: bool,
         one_by_one: Sequence[RunStep],
     ) -> None:
         self._device = device
@@ -71,6 +79,8 @@ class RoundTrip:
         self._results, self._dtypes, self._crossings = zip(*results, strict=True)
         self._targets = targets if any(i is not None for i in targets) else ()
         self._reader = reader
+        self._weights = weights
+        self._can_repeat = can_repeat
         self._one_by_one = one_by_one
 
     def run(self, host: list[Any], handles: list[Any], imported: list[torch.Tensor]) -> None:
@@ -85,8 +95,10 @@ class RoundTrip:
                 step(host, handles, imported)
 
     def _run(self, host: list[Any]) -> bool:
-        """Run all as one, or nothing; says whether it did."""
-        function = self._function
+        """Run all as one; says whether it did, and the results are there."""
+        function, weights = self._function, self._weights
+        if weights is not None and not self._can_repeat and not weights.are_current(host):
+            return False
         inputs = function.arguments()
         taken: list[Span] = []
         for i, source in self._sources:
@@ -101,8 +113,13 @@ class RoundTrip:
             else:
                 return False
         views, ready = function.submit(inputs, function.ahead(), self._is_small)
-        if not ready._reached:
-            _wait(ready)
+        try:
+            is_right = weights is None or not self._can_repeat or weights.are_current(host)
+        finally:
+            if not ready._reached:
+                _wait(ready)
+        if not is_right:
+            return False
         stored = list(map(self._device.as_tensor, views, self._dtypes))
         targets = [None if i is None else host[i] for i in self._targets] if self._targets else ()
         landed = land(stored, self._crossings, self._reader, taken, targets)

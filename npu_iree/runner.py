@@ -58,9 +58,7 @@ class Runner:
         self._targets = self._find_targets()
         self._weights = Weights(plan, device, executables, constants)
         self._imports: dict[str, Import] = {}
-        self._steps = [self._prepare(step) for step in plan.steps]
-        if (span := self._find_round_trip()) is not None:
-            self._steps[span] = [self._round_trip_step(plan.steps[span], self._steps[span])]
+        self._steps = self._prepare_all()
         self._behind = [
             constants[name] if name in plan.constants else None
             for name in names[len(plan.inputs) :]
@@ -92,8 +90,6 @@ class Runner:
             if isinstance(arg, DeviceArray):
                 host[i], handles[i] = None, arg
         arg = None  # or it would hold the last of them
-        if self._weights.are_any:
-            self._weights.refresh(args)
         args.clear()
         imported: list[torch.Tensor] = []
         try:
@@ -130,6 +126,26 @@ class Runner:
             for pair in zip(step.inputs, step.values, strict=True)
         ]
         return {value: self._index[name] for name, value in pairs if name in given}
+
+    def _prepare_all(self) -> list[RunStep]:
+        """Prepare the steps; what is bound comes first, or goes with a round trip that does."""
+        plan = self.plan
+        first = [self._refresh_step()] if self._weights.are_any else []
+        steps = [self._prepare(step) for step in plan.steps]
+        if (span := self._find_round_trip()) is not None:
+            first, before = ([], first) if span.start == 0 else (first, [])
+            one_by_one = [*before, *steps[span]]
+            weights = self._weights if before else None
+            steps[span] = [self._round_trip_step(plan.steps[span], weights, one_by_one)]
+        return [*first, *steps]
+
+    def _refresh_step(self) -> RunStep:
+        weights = self._weights
+
+        def run(host: list[Any], handles: list[Any], imported: list[torch.Tensor]) -> None:
+            weights.refresh(host)
+
+        return run
 
     def _prepare(self, step: Step) -> RunStep:
         match step:
@@ -208,8 +224,10 @@ class Runner:
         can_stay = all(known.can_stay for known in self._imports.values())
         return find_round_trip(self.plan) if can_stay else None
 
-    def _round_trip_step(self, steps: Sequence[Step], one_by_one: Sequence[RunStep]) -> RunStep:
-        """Make one step of a put, an invoke and a gather."""
+    def _round_trip_step(
+        self, steps: Sequence[Step], weights: Weights | None, one_by_one: Sequence[RunStep]
+    ) -> RunStep:
+        """Make one step of a put, an invoke and a gather, and of the look at the weights."""
         (invoke,) = (step for step in steps if isinstance(step, Invoke))
         (gather,) = (step for step in steps if isinstance(step, Gather))
         region, made = self.plan.regions[invoke.region], invoke.outputs
@@ -225,6 +243,8 @@ class Runner:
             ],
             targets=[self._targets.get(name) for name in made],
             reader=gather.reader,
+            weights=weights,
+            can_repeat=not region.given,
             one_by_one=one_by_one,
         ).run
 

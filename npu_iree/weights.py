@@ -55,15 +55,22 @@ class Weights:
         self._positions = [use.position for use in every if use.constant is None]
         self._addresses: tuple[list[int], list[int]] | None = None
 
+    def are_current(self, args: Sequence[Any]) -> bool:
+        """Say whether what is bound is what the arguments of a call hold."""
+        return self._addresses_in(args) == self._addresses
+
     def refresh(self, args: Sequence[Any]) -> None:
         """Bind the weights that are not, or no longer, what was bound."""
-        addresses = addresses_of([args[i] for i in self._positions])
+        addresses = self._addresses_in(args)
         if addresses == self._addresses:
             return
         with self._lock:
             for region, uses in self._uses.items():
                 self._renew(self._executables[region], uses, args)
             self._addresses = addresses
+
+    def _addresses_in(self, args: Sequence[Any]) -> tuple[list[int], list[int]]:
+        return addresses_of([args[i] for i in self._positions])
 
     def bound(self, region: str) -> list[torch.Tensor]:
         """Return what a region has bound, in the order of its parameters."""
