@@ -46,6 +46,7 @@ _FUNCTIONS = {
     "reading ahead": (flow_to_vmfb, "read_ahead"),
     "rows ahead": (flow_to_vmfb, "read_rows_ahead"),
     "few rows": (linalg_to_flow, "mark_few_rows"),
+    "exponentials": (linalg_to_flow, "store_exponentials"),
     "panels": (linalg_to_flow, "read_in_panels"),
     "matrix unit": (read_in_panels, "has_tiles"),
 }
@@ -94,6 +95,10 @@ def _rows(function: Callable[[torch.Tensor], Any], length: int) -> Case:
     return Case(function, [(900, length)], "peeling")
 
 
+def _softmax(x: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x, -1)
+
+
 def _conv_case(x: Sequence[int], weight: Sequence[int], **window: int) -> Case:
     return Case(_conv(**window), [x, weight, weight[:1]], "convolutions")
 
@@ -107,10 +112,14 @@ def _residual(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.T
 
 
 CASES = {
-    "softmax 1500": _rows(lambda x: torch.softmax(x, -1), 1500),
-    "softmax 1504": _rows(lambda x: torch.softmax(x, -1), 1504),
-    "softmax 197": _rows(lambda x: torch.softmax(x, -1), 197),
-    "softmax 7": _rows(lambda x: torch.softmax(x, -1), 7),
+    "softmax 1500": _rows(_softmax, 1500),
+    "softmax 1504": _rows(_softmax, 1504),
+    "softmax 197": _rows(_softmax, 197),
+    "softmax 7": _rows(_softmax, 7),
+    "softmax of 2000x1504 by lanes": Case(_softmax, [(2000, 1504)], "exponentials"),
+    "softmax of 2000x1500 by lanes": Case(_softmax, [(2000, 1500)], "exponentials"),
+    "softmax of 2304x197 by lanes": Case(_softmax, [(2304, 197)], "exponentials"),
+    "softmax of 1536x128 by lanes": Case(_softmax, [(1536, 128)], "exponentials"),
     "log_softmax 1500": _rows(lambda x: torch.log_softmax(x, -1), 1500),
     "softmax of columns 1500": _rows(lambda x: torch.softmax(x, 0), 1500),
     "argmax 1500": _rows(lambda x: torch.argmax(x, -1), 1500),

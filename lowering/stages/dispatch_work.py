@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-_LOAD, _STORE = "iree_tensor_ext.dispatch.tensor.load", "iree_tensor_ext.dispatch.tensor.store"
+_LOAD, STORE = "iree_tensor_ext.dispatch.tensor.load", "iree_tensor_ext.dispatch.tensor.store"
 # What is no arithmetic in the body of a loop: comparisons, choices, casts, indexing.
 _FREE = ("arith.cmp", "arith.select", "arith.constant", "arith.index", "arith.ext", "arith.trunc")
 _CASTS = ("arith.sitofp", "arith.uitofp", "arith.fptosi", "arith.fptoui", "arith.bitcast")
@@ -35,7 +35,7 @@ def bytes_moved(ops: Sequence[Any]) -> int | None:
     if any(op.name in _INDEXED for op in ops):
         return None
     loaded = [op.results[0] for op in ops if op.name == _LOAD]
-    stored = [op.operands[0] for op in ops if op.name == _STORE]
+    stored = [op.operands[0] for op in ops if op.name == STORE]
     sizes = [_bytes(value.type) for value in (*loaded, *stored)]
     known = [size for size in sizes if size is not None]
     return sum(known) if known and len(known) == len(sizes) else None

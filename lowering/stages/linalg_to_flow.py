@@ -16,6 +16,7 @@ from lowering.stages.read_in_panels import read_in_panels
 from lowering.stages.separate_fills import separate_fills
 from lowering.stages.separate_pieces import separate_pieces
 from lowering.stages.separate_reads import separate_reads
+from lowering.stages.store_exponentials import store_exponentials
 from lowering.stages.symbols import symbol_of
 
 
@@ -54,6 +55,7 @@ def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) 
         drop_barriers(module)
         if _is_for_cpu(options):
             read_by_rows(module, session.features)
+            store_exponentials(module, session.features)
 
 
 def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:

@@ -492,3 +492,19 @@ def test_compilers_say_nothing_on_the_screen(capfd: pytest.CaptureFixture[str]) 
     with pytest.raises(StageError):
         compile_program(Program.of(region), NPU_LOCAL.compile, Toolchain(flags=flags))
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("function", "is_kept"),
+    [
+        (lambda x: torch.softmax(x, -1), True),
+        (lambda x: torch.softmax(x * 2, -1), True),
+        (lambda x: torch.softmax(x, -1) * x, False),  # what follows would have to be in lanes, too
+    ],
+)
+def test_softmax_keeps_its_exponentials(
+    lowered: Lower, function: Callable[..., Any], is_kept: bool
+) -> None:
+    flow = lowered(function, torch.zeros(16, 1504))["linalg-to-flow"]
+    assert count("math.exp ", flow) == is_kept
+    assert count("linalg.softmax", flow) == (not is_kept)
