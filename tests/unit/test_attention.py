@@ -80,6 +80,6 @@ def test_scores_that_do_not_fit_the_caches_are_taken_in_equal_blocks() -> None:
         return module._rows_at_once(q, k)
 
     assert blocks(12, 128, 128) == 0
-    assert blocks(8, 1500, 1500) == 250
+    assert blocks(8, 1500, 1500) == 125
     assert blocks(8, 1, 1 << 20) == 0
     assert blocks(8, 0, 16) == 0
