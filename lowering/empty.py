@@ -3,37 +3,60 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from lowering.sizes import is_static
-
 aten = torch.ops.aten
 _OURS = ("aten", "prims")
+_PRODUCTS = (aten.mm.default, aten.bmm.default)
 
 
 def make_empty_values(graph: fx.Graph) -> None:
     """Make each value that is known to have no elements, where compilers stumble over such.
 
+    A product of matrices without a column is made, too: it is zeros.
+
     Before: %2 = aten.mul(%0, %1); %3 = aten.cat([%2, %a])       with %2 of [0, 4], %a of [3, 4]
     After:  %2 = aten.empty([0, 4]); %3 = aten.cat([%a])
     """
+    sizes: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt):
+            sizes.setdefault(str(value.node.expr), node)
         if node.op != "call_function":
             continue
         if node.target is aten.cat.default:
             _leave_out_empty(node)
-        if _is_computed(node) and _is_empty(node.meta.get("val")):
-            value = node.meta["val"]
-            with graph.inserting_before(node):
-                made = graph.call_function(
-                    aten.empty.memory_format, (list(value.shape),), {"dtype": value.dtype}
-                )
+        if _is_computed(node) and _is_empty(value):
+            _make(node, sizes)
+        elif node.target in _PRODUCTS and _is_empty(node.args[0].meta.get("val")):
+            _make(node, sizes, 0)
+
+
+def _make(node: fx.Node, sizes: Mapping[str, fx.Node], fill: int | None = None) -> None:
+    """Make a tensor in the place of a value, if what its sizes are is known before.
+
+    Args:
+        node: gives the value.
+        sizes: the nodes that give sizes, by their expressions.
+        fill: what each element is, if there are any.
+    """
+    value = node.meta["val"]
+    known = [s if isinstance(s, int) else sizes.get(str(s.node.expr)) for s in value.shape]
+    if None in known:
+        return
+    with node.graph.inserting_before(node):
+        dtype = {"dtype": value.dtype}
+        made = node.graph.call_function(aten.empty.memory_format, (known,), dtype)
+        made.meta = dict(node.meta)
+        if fill is not None:
+            made = node.graph.call_function(aten.full_like.default, (made, fill))
             made.meta = dict(node.meta)
-            node.replace_all_uses_with(made)
+    node.replace_all_uses_with(made)
 
 
 def _leave_out_empty(cat: fx.Node) -> None:
@@ -64,4 +87,4 @@ def _is_empty(value: Any) -> bool:
         return False
     if value.dtype.is_complex:  # torch-mlir makes none of these
         return False
-    return is_static(value) and 0 in value.shape
+    return any(isinstance(size, int) and size == 0 for size in value.shape)  # no guard on symbols
