@@ -127,7 +127,11 @@ def trace(
     def traced(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> TracedGraph:
         found.clear()  # what came out of the cache was refused
         functorch_config.bundled_autograd_cache = True  # of training, we have no whole to keep
-        graph = TracedGraph(_pickled(graph_module, guards), TracingContext.get().fw_metadata)
+        metadata = TracingContext.get().fw_metadata
+        # What comes out of the cache is called without the tokens that order effects.
+        is_ordered = metadata is not None and bool(metadata.tokens)
+        pickled = b"" if is_ordered else _pickled(graph_module, guards)
+        graph = TracedGraph(pickled, metadata)
         graph.run = inference(graph_module, inputs)  # which changes it
         return graph
 

@@ -238,6 +238,13 @@ def test_a_training_step_is_traced_each_time(found: Counter[str]) -> None:
     assert (found["autograd_cache_saved"], found["autograd_cache_hit"]) == (0, 0)
 
 
+def test_effects_in_their_order_are_traced_each_time(found: Counter[str]) -> None:
+    """The inverse looks for an error, which is an effect: its order is a token, an input more."""
+    for _ in range(2):
+        assert_same(anew(torch.linalg.inv)(torch.eye(4) * 2), torch.eye(4) / 2)
+    assert (found["autograd_cache_saved"], found["autograd_cache_hit"]) == (0, 0)
+
+
 @torch.library.custom_op("npu_iree_tests::twice", mutates_args=())
 def twice(x: torch.Tensor) -> torch.Tensor:
     return x * 2
