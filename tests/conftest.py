@@ -15,6 +15,8 @@ import torch
 from torch._dynamo.utils import counters
 
 os.environ["NPU_IREE_CACHE"] = "off"  # but for tests that ask for a cache, or for `shared_cache`
+# The processes that tests start keep the bytecode of this checkout, as a user's do.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from runtime_env import make_runtime_only_python
 
@@ -34,7 +36,7 @@ def shared_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Compile nothing that a test of this run has compiled, unless the test counts compiles."""
-    if "counts" not in request.fixturenames:
+    if "cold_counts" not in request.fixturenames:
         folder = tmp_path_factory.getbasetemp()
         of_run = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
         monkeypatch.setenv("NPU_IREE_CACHE", str(of_run / "cache"))
@@ -46,6 +48,12 @@ def counts() -> Counter[str]:
     """The counters of npu_iree, from zero."""
     counters["npu_iree"].clear()
     return counters["npu_iree"]
+
+
+@pytest.fixture
+def cold_counts(counts: Counter[str]) -> Counter[str]:
+    """The counters, where what is compiled counts: `shared_cache` leaves such a test alone."""
+    return counts
 
 
 @pytest.fixture(scope="session")

@@ -269,7 +269,9 @@ def test_a_function_of_numbers_alone_passes(target: str) -> None:
 @pytest.mark.parametrize(
     "sizes", [[(4, 3), (7, 5), (1, 5), (4, 1), (0, 3), (2, 0)], [(0, 2), (3, 2)], [(1, 1), (5, 6)]]
 )
-def test_symbolic_sizes_change_between_calls(sizes: list[tuple[int, int]], target: str) -> None:
+def test_symbolic_sizes_change_between_calls(
+    sizes: list[tuple[int, int]], target: str, counts: Counter[str]
+) -> None:
     def function(x: torch.Tensor, y: torch.Tensor) -> Any:
         n, m = x.shape
         z = torch.relu(x) @ y
@@ -290,6 +292,16 @@ def test_symbolic_sizes_change_between_calls(sizes: list[tuple[int, int]], targe
         actual, expected = compiled(*args), function(*args)
         assert_same(actual, expected)
         assert layout(actual) == layout(expected)
+    assert counts["host_ops"] == 0
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_product_over_nothing_is_zeros(dynamic: bool, target: str, counts: Counter[str]) -> None:
+    def function(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> Any:
+        return torch.addmm(z, x, y), torch.bmm(x.expand(2, *x.shape), y.expand(2, *y.shape)) + 1
+
+    check(function, lambda: (data(3, 0), data(0, 4), data(4)), target, dynamic=dynamic)
+    assert (counts["regions"], counts["host_ops"]) == (1, 0)
 
 
 def test_symbolic_strides_and_offsets_pass(target: str) -> None:

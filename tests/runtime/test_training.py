@@ -89,10 +89,10 @@ def test_a_row_that_is_masked_as_a_whole_is_zero_in_inference_too() -> None:
     ids=str,
 )
 def test_a_convolution_that_does_not_read_the_end_of_its_input(
-    layer: nn.Module, shape: tuple[int, ...], counts: Counter[str]
+    layer: nn.Module, shape: tuple[int, ...], cold_counts: Counter[str]
 ) -> None:
     check(layer, torch.randn(shape))
-    assert counts["healed_ops"] == 0
+    assert cold_counts["healed_ops"] == 0
 
 
 def test_a_convolution_with_one_amount_for_all_dimensions() -> None:
@@ -243,14 +243,14 @@ def train(model: nn.Module, call: Any, batches: list[Batch], optimizer: str) -> 
     "name",
     [n if n == "mlp" else pytest.param(n, marks=pytest.mark.sweep) for n in TRAINEES],
 )
-def test_a_loss_curve_is_eagers(name: str, optimizer: str, counts: Counter[str]) -> None:
+def test_a_loss_curve_is_eagers(name: str, optimizer: str, cold_counts: Counter[str]) -> None:
     torch.manual_seed(0)
     ours = WithLoss(TRAINEES[name].build()).train()
     eagers = copy.deepcopy(ours)
     batches = [TRAINEES[name].batch() for _ in range(STEPS)]
     compiled = torch.compile(ours, backend="npu_iree")
     first = train(ours, compiled, batches[:1], optimizer)
-    compiles = counts["compiles"]
+    compiles = cold_counts["compiles"]
     expected = train(eagers, eagers, batches[:1], optimizer)
     for (where, one), other in zip(ours.named_parameters(), eagers.parameters(), strict=True):
         assert (one.grad is None) == (other.grad is None), where
@@ -260,7 +260,7 @@ def test_a_loss_curve_is_eagers(name: str, optimizer: str, counts: Counter[str])
     losses = torch.cat([first, train(ours, compiled, batches[1:], optimizer)])
     expected = torch.cat([expected, train(eagers, eagers, batches[1:], optimizer)])
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0)
-    assert counts["compiles"] == compiles, "nothing is compiled after the first step"
+    assert cold_counts["compiles"] == compiles, "nothing is compiled after the first step"
 
 
 DROPPING: dict[str, Callable[[float], nn.Module]] = {"mlp": _mlp, "bert": _bert, "gpt2": _gpt2}
