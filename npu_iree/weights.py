@@ -65,6 +65,7 @@ class Weights:
         if addresses == self._addresses:
             return
         with self._lock:
+            self._addresses = None
             for region, uses in self._uses.items():
                 self._renew(self._executables[region], uses, args)
             self._addresses = addresses
@@ -81,8 +82,23 @@ class Weights:
     ) -> None:
         changed = [use for use in uses if not use.is_current(args)]
         is_first = any(not use.is_bound for use in uses)
-        for use in changed:
-            use.bind(args)
+        try:
+            for use in changed:
+                use.bind(args)
+            self._give(executable, uses, changed, is_first)
+        except BaseException:
+            for use in changed:  # what the device has is unknown: the next call binds all anew
+                use.forget()
+            raise
+
+    def _give(
+        self,
+        executable: Executable,
+        uses: Sequence[WeightUse],
+        changed: Sequence[WeightUse],
+        is_first: bool,
+    ) -> None:
+        """Give the device the weights that have changed, or all of them."""
         can_rebind = all(executable.can_rebind(use.parameter) for use in changed)
         if is_first or len(changed) == len(uses) or not can_rebind:
             reason = "bound once" if is_first else "it has changed"
@@ -144,6 +160,10 @@ class WeightUse:
         weight = self._weight(args)
         self.stored = frozen(weight).permute(self._order)
         self.address = address_of(weight)
+
+    def forget(self) -> None:
+        """Let nothing be bound."""
+        self.address = -1
 
     def _weight(self, args: Sequence[Any]) -> torch.Tensor:
         weight: torch.Tensor = args[self.position] if self.constant is None else self.constant

@@ -26,7 +26,8 @@ def add_bind_functions(module: Any, parameters: Sequence[str]) -> None:
             the same of @p1 and @packed1
     After:  the same, and
             util.func public @bind$0(%view, %which: i32, %wait, %signal) {
-                %w = hal.tensor.import wait(%wait) => %view
+                %buffer = hal.buffer_view.buffer %view
+                %w = hal.tensor.import wait(%wait) => %buffer
                 %0 = flow.tensor.encode %w
                 hal.tensor.barrier join(%0) => %signal
                 cf.switch %which [default: ^first, 1: ^second]
@@ -267,14 +268,17 @@ def _switch(function: Any, block: Any, which: Any, branches: Sequence[Callable[[
         )
 
 
-def _import(source: Any, wait: Any, kind: Any) -> Any:
+def _import(view: Any, wait: Any, kind: Any) -> Any:
+    """Import what a view holds, whatever its shape: that of a global has lost sizes of 1."""
     from iree.compiler import ir
 
+    buffer_type = ir.Type.parse("!hal.buffer")
+    buffer = ir.Operation.create("hal.buffer_view.buffer", results=[buffer_type], operands=[view])
     segments = ir.DenseI32ArrayAttr.get([1, 0, 1, 0])  # source, dimensions, fence, affinity
     return ir.Operation.create(
         "hal.tensor.import",
         results=[kind.value],
-        operands=[source, wait],
+        operands=[buffer.result, wait],
         attributes={"target_encoding": kind, "operandSegmentSizes": segments},
     ).result
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import npu_iree
+from npu_iree.executable import Executable
 from tolerances import assert_same
 
 pytestmark = pytest.mark.usefixtures("shared_cache")
@@ -101,6 +102,44 @@ def test_a_change_shows_in_the_next_call_without_a_recompile(
         for _ in range(3):
             assert_same(compiled(*inputs), model(*inputs))
     assert cold_counts["compiles"] == 1
+
+
+class Narrow(torch.nn.Module):
+    """Has parameters with dimensions of size 1, which IREE folds away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = torch.nn.Parameter(torch.randn(1, 1, 8))
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(8, 4))
+        self.conv = torch.nn.Conv2d(3, 8, 1)
+
+    def forward(self, x: torch.Tensor, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.layer(x + self.token) * self.scale, self.conv(image)
+
+
+@torch.no_grad()
+def test_a_change_of_a_weight_with_dimensions_of_size_1_shows(target: str) -> None:
+    model, inputs = Narrow().eval(), (torch.randn(2, 5, 8), torch.randn(1, 3, 4, 4))
+    compiled = torch.compile(model, backend="npu_iree", options={"target": target})
+    assert_same(compiled(*inputs), model(*inputs))
+    for parameter in model.parameters():
+        parameter.mul_(2)
+        assert_same(compiled(*inputs), model(*inputs))
+
+
+@torch.no_grad()
+def test_after_a_change_that_could_not_be_bound_all_weights_are(
+    model: TwoLayers, inputs: tuple[torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = torch.compile(model, backend="npu_iree")
+    compiled(*inputs)
+    model.last.bias.add_(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Executable, "rebind", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            compiled(*inputs)
+    assert_same(compiled(*inputs), model(*inputs))
 
 
 class Summing(torch.nn.Module):
