@@ -18,6 +18,7 @@ os.environ["NPU_IREE_CACHE"] = "off"  # but for tests that ask for a cache, or f
 # The processes that tests start keep the bytecode of this checkout, as a user's do.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+from once import folder_of_run, made_once
 from runtime_env import make_runtime_only_python
 
 
@@ -37,10 +38,9 @@ def shared_cache(
 ) -> None:
     """Compile nothing that a test of this run has compiled, unless the test counts compiles."""
     if "cold_counts" not in request.fixturenames:
-        folder = tmp_path_factory.getbasetemp()
-        of_run = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
-        monkeypatch.setenv("NPU_IREE_CACHE", str(of_run / "cache"))
-        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(of_run / "inductor"))
+        folder = folder_of_run(tmp_path_factory)
+        monkeypatch.setenv("NPU_IREE_CACHE", str(folder / "cache"))
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
 
 
 @pytest.fixture
@@ -62,7 +62,8 @@ def runtime_only_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     Start it with `runtime_env.runtime_only_environment()`.
     """
-    return make_runtime_only_python(tmp_path_factory.mktemp("runtime-only"))
+    folder = made_once(tmp_path_factory, "runtime-only", make_runtime_only_python)
+    return folder / "bin" / "python"
 
 
 @pytest.fixture(params=["npu-local", "npu-virtual"])

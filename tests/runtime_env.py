@@ -31,8 +31,8 @@ print("of", npu_iree.__file__, lowering.__file__)
 """
 
 
-def make_runtime_only_python(folder: Path) -> Path:
-    """Make a virtual environment without the compilers; return its interpreter.
+def make_runtime_only_python(folder: Path) -> None:
+    """Make a virtual environment without the compilers.
 
     Its packages are links to those of this environment. It proves that the compilers are not there,
     and that the project is this one.
@@ -49,7 +49,6 @@ def make_runtime_only_python(folder: Path) -> Path:
     for name in _OURS:
         (site / name).symlink_to(ROOT / name)
     _prove(python)
-    return python
 
 
 def runtime_only_environment() -> dict[str, str]:

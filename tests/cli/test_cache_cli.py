@@ -14,6 +14,7 @@ import pytest
 
 from lowering.cache import Entry
 from npu_iree import cli
+from once import made_once
 from programs.launch import run as run_program
 
 COMMAND = str(Path(sys.executable).parent / "npu-iree")
@@ -45,14 +46,14 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache in which compiles have left four entries and a denial."""
-    folder = tmp_path_factory.mktemp("made") / "cache"
-    env = {
-        "NPU_IREE_CACHE": str(folder),
-        "NPU_IREE_FAULT": "torch-to-linalg:abort:aten.tanh.default",
-    }
-    assert run_program("cases", "f32", "flags", "mixed", **env)["right"]
-    assert len(files(folder)) == 4
-    return folder
+
+    def make(folder: Path) -> None:
+        fault = "torch-to-linalg:abort:aten.tanh.default"
+        env = {"NPU_IREE_CACHE": str(folder), "NPU_IREE_FAULT": fault}
+        assert run_program("cases", "f32", "flags", "mixed", **env)["right"]
+        assert len(files(folder)) == 4
+
+    return made_once(tmp_path_factory, "cache-with-entries", make)
 
 
 @pytest.fixture

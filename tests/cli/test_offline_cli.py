@@ -16,6 +16,7 @@ from command import Ended, end, invoke, start
 from lowering.cache import ArtifactCache
 from lowering.pipeline import STAGES
 from lowering.tuning import TuningRecord
+from once import made_once
 from tolerances import assert_same
 
 Command = Callable[..., Ended]
@@ -43,15 +44,17 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `mine.py` and `mine.vmfb`, whose batch is dynamic; made by one command."""
-    folder = tmp_path_factory.mktemp("offline")
-    (folder / "mine.py").write_text(SOURCE)
-    dynamic = ("--dynamic", "x:0=1..9")
-    source, target = f"{folder}/mine.py:model", folder / "mine.vmfb"
-    made = end(start("compile", source, "-o", target, *dynamic, COLUMNS="240"))
-    assert made.code == 0, made.err
-    assert "entry main" in made.out
-    assert "mine.irpa" in made.out
-    return folder
+
+    def make(folder: Path) -> None:
+        (folder / "mine.py").write_text(SOURCE)
+        dynamic = ("--dynamic", "x:0=1..9")
+        source, target = f"{folder}/mine.py:model", folder / "mine.vmfb"
+        made = end(start("compile", source, "-o", target, *dynamic, COLUMNS="240"))
+        assert made.code == 0, made.err
+        assert "entry main" in made.out
+        assert "mine.irpa" in made.out
+
+    return made_once(tmp_path_factory, "offline", make)
 
 
 HELP = {

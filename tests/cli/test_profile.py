@@ -13,6 +13,7 @@ import pytest
 from command import Ended, end, invoke, start
 from lowering.manifest import Manifest
 from lowering.vmfb import read_manifest, unpack
+from once import made_once
 
 Command = Callable[..., Ended]
 SOURCE = """
@@ -48,21 +49,24 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `mine.py` and `mine.vmfb`."""
-    folder = tmp_path_factory.mktemp("profiled")
-    (folder / "mine.py").write_text(SOURCE)
-    made = end(start("compile", f"{folder}/mine.py:model", "-o", folder / "mine.vmfb"))
-    assert made.code == 0, made.err
-    return folder
+    """A folder with `mine.py`, `mine.vmfb`, and its profile: `profile.json` and `trace.json`."""
+
+    def make(folder: Path) -> None:
+        (folder / "mine.py").write_text(SOURCE)
+        made = end(start("compile", f"{folder}/mine.py:model", "-o", folder / "mine.vmfb"))
+        assert made.code == 0, made.err
+        options = ("--calls", 5, "--trace", folder / "trace.json", "--json")
+        done = end(start("profile", folder / "mine.vmfb", *options))
+        assert done.code == 0, done.err
+        (folder / "profile.json").write_text(done.out)
+
+    return made_once(tmp_path_factory, "profiled", make)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def profiled(folder: Path) -> Any:
-    """What a profile tells as JSON; `trace.json` is in the folder then."""
-    options = ("--calls", 5, "--trace", folder / "trace.json", "--json")
-    done = end(start("profile", folder / "mine.vmfb", *options))
-    assert done.code == 0, done.err
-    return done.json()
+    """What a profile tells as JSON."""
+    return json.loads((folder / "profile.json").read_text())
 
 
 def test_the_shares_of_a_call_sum_to_one(profiled: Any) -> None:

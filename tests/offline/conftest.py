@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from command import end, start
 from models.exported import MODELS, save
 from models.small import Net, SmallModel, cached, compiled, signatures
 from npu_iree.offline.build import BuildOptions
+from once import made_once
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +22,10 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     The parameters of ResNet-50 are in a .safetensors file, the others' in a .irpa file.
     """
-    folder = tmp_path_factory.mktemp("zoo")
+    return made_once(tmp_path_factory, "zoo", _compile_zoo)
+
+
+def _compile_zoo(folder: Path) -> None:
     types = ("--import", "transformers.modeling_outputs")
     processes = []
     for name in MODELS:
@@ -33,19 +39,18 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert done.json()["difference"] < 1e-4
         assert "stage linalg-to-flow took" in done.err
         assert "Warning" not in done.err
-    return folder
 
 
 @pytest.fixture(scope="session")
 def signatures_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The models of `signatures`, as entry points."""
-    return compiled(signatures(), tmp_path_factory.mktemp("signatures") / "signatures.vmfb")
+    return _made(tmp_path_factory, "signatures", signatures())
 
 
 @pytest.fixture(scope="session")
 def cache_artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The models of `cached`, as entry points."""
-    return compiled(cached(), tmp_path_factory.mktemp("cache") / "cache.vmfb")
+    return _made(tmp_path_factory, "cached", cached())
 
 
 @pytest.fixture(scope="session")
@@ -53,5 +58,11 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The artifact of a `Net`, with a dynamic batch; its parameters are in `net.safetensors`."""
     batch = torch.export.Dim("batch", min=1, max=16)
     model = SmallModel(Net(), (torch.ones(2, 4),), dynamic={"x": {0: batch}})
-    path = tmp_path_factory.mktemp("net") / "net.vmfb"
-    return compiled({"main": model}, path, BuildOptions(params="safetensors"))
+    return _made(tmp_path_factory, "net", {"main": model}, BuildOptions(params="safetensors"))
+
+
+def _made(
+    factory: pytest.TempPathFactory, name: str, models: Mapping[str, SmallModel], *options: Any
+) -> Path:
+    file = f"{name}.vmfb"
+    return made_once(factory, name, lambda f: compiled(models, f / file, *options)) / file

@@ -1,7 +1,8 @@
-"""Models for bundles. `bundled.py save NAME FILE` builds and saves; `bundled.py run NAME FILE`
-runs from the file, and answers with what is right, counted, warned of and imported.
+"""Models for bundles. `bundled.py JOBS` does one after the other of a JSON list of jobs.
 
-`--options=JSON` adds options. Inputs and weights are the same in every process.
+`["save", NAME, FILE]` builds a model, calls it and saves it; `["run", NAME, FILE]` runs it from the
+file, with more options as a fourth item. Each job answers with what is right, counted, warned of
+and imported. Inputs and weights are the same in every process.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import npu_iree
 from programs.cases import Messages
 
 Steps = Callable[[Callable[..., Any]], list[torch.Tensor]]
+Answer = dict[str, Any]
 
 
 def _random(*shape: int) -> torch.Tensor:
@@ -115,29 +117,31 @@ def result_of(steps: Steps, model: Callable[..., Any]) -> list[torch.Tensor] | s
 
 
 def main() -> None:
-    command, name, file = sys.argv[1:4]
-    texts = [arg.partition("=")[2] for arg in sys.argv[4:]]
-    options = json.loads(texts[0]) if texts else {}
-    if command == "run":
-        options = {"bundle": file, "compile": "never", **options}
     messages = Messages()
     for package in ("lowering", "npu_iree"):
         logging.getLogger(package).addHandler(messages)
+    for job in json.loads(sys.argv[1]):
+        counters["npu_iree"].clear()
+        messages.texts.clear()
+        print(json.dumps(_done(*job) | {"warnings": messages.texts}), flush=True)
+        torch._dynamo.reset()
+
+
+def _done(command: str, name: str, file: str, more: Mapping[str, Any] | None = None) -> Answer:
+    options = {"bundle": file, "compile": "never"} if command == "run" else {}
     build, steps = MODELS[name]
-    compiled = torch.compile(build(), backend="npu_iree", options=options or None)
+    compiled = torch.compile(build(), backend="npu_iree", options={**options, **(more or {})})
     actual, expected = result_of(steps, compiled), result_of(steps, build())
     if command == "save":
         npu_iree.save_bundle(compiled, file)
     error, away = (actual, None) if isinstance(actual, str) else ("", _away(actual, expected))
-    answer = {
+    return {
         "away": away,
         "error": error,
         "counts": dict(counters["npu_iree"]),
-        "warnings": messages.texts,
         "compilers": [m for m in ("torch_mlir", "iree.compiler") if m in sys.modules],
         "installed": [p for p in ("torch-mlir", "iree-base-compiler") if _is_installed(p)],
     }
-    print(json.dumps(answer), flush=True)
 
 
 def _away(actual: Any, expected: Any) -> float:

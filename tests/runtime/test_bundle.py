@@ -28,35 +28,35 @@ from lowering.bundle import FORMAT, MANIFEST, Bundle
 from lowering.errors import ArtifactError, NotCompiledError
 from lowering.key import IDENTITY, CacheKey
 from npu_iree import bundles, toolchain
-from programs.launch import run
+from programs.launch import finish, run, start
 from tolerances import assert_same
 
 Members = dict[str, bytes]
 
 
-@pytest.mark.parametrize(
-    ("name", "hits"),
-    [
-        ("host-op", 3),
-        pytest.param("graph-break", 2, marks=pytest.mark.sweep),
-        ("training", 2),
-        pytest.param("dynamic", 2, marks=pytest.mark.sweep),
-        pytest.param("other-weights", 1, marks=pytest.mark.sweep),
-    ],
-)
+Job = tuple[str, str, Path] | tuple[str, str, Path, dict[str, str]]
+
+
+def done(*jobs: Job, python: Path | None = None, **env: str) -> list[dict[str, Any]]:
+    """Do jobs in a process of their own; return its answer to each."""
+    return finish(start("bundled", json.dumps(jobs, default=str), python=python, **env))
+
+
 def test_what_one_process_saves_another_runs_without_a_compiler(
-    name: str, hits: int, tmp_path: Path, runtime_only_python: Path
+    tmp_path: Path, runtime_only_python: Path
 ) -> None:
-    file = str(tmp_path / "model.npub")
-    saved = run("bundled", "save", name, file)
-    assert saved["counts"]["compiles"] >= 1
-    ran = run("bundled", "run", name, file, python=runtime_only_python)
-    assert (ran["error"], ran["compilers"], ran["installed"]) == ("", [], [])
-    assert ran["away"] == saved["away"] < 1e-5
-    assert ran["counts"]["bundle_hits"] == hits
-    assert not {"compiles", "cache_hits", "healed_ops", "denials"} & ran["counts"].keys()
-    for count in ("graphs", "regions", "host_ops"):
-        assert ran["counts"][count] == saved["counts"][count]
+    hits = {"host-op": 3, "graph-break": 2, "training": 2, "dynamic": 2, "other-weights": 1}
+    files = {name: tmp_path / f"{name}.npub" for name in hits}
+    saved = done(*(("save", *item) for item in files.items()))
+    ran = done(*(("run", *item) for item in files.items()), python=runtime_only_python)
+    for name, there, here in zip(hits, saved, ran, strict=True):
+        assert there["counts"]["compiles"] >= 1, name
+        assert (here["error"], here["compilers"], here["installed"]) == ("", [], []), name
+        assert here["away"] == there["away"] < 1e-5, name
+        assert here["counts"]["bundle_hits"] == hits[name], name
+        assert not {"compiles", "cache_hits", "healed_ops", "denials"} & here["counts"].keys()
+        for count in ("graphs", "regions", "host_ops"):
+            assert here["counts"][count] == there["counts"][count], name
 
 
 @pytest.mark.sweep
@@ -65,9 +65,9 @@ def test_what_healing_found_is_found_in_the_bundle(
 ) -> None:
     file = tmp_path / "model.npub"
     fault = "torch-to-linalg:abort:aten.tanh.default"
-    saved = run("bundled", "save", "refused", str(file), NPU_IREE_FAULT=fault)
+    (saved,) = done(("save", "refused", file), NPU_IREE_FAULT=fault)
     assert saved["counts"]["healed_ops"] == 1
-    ran = run("bundled", "run", "refused", str(file), python=runtime_only_python)
+    (ran,) = done(("run", "refused", file), python=runtime_only_python)
     assert (ran["error"], ran["warnings"]) == ("", [])
     assert ran["counts"]["bundle_hits"] == ran["counts"]["regions"] == 2
     (graph,) = Bundle(file).graphs.values()
@@ -75,53 +75,46 @@ def test_what_healing_found_is_found_in_the_bundle(
     assert "died of SIGABRT" in graph.failed[1]
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle of a model that was called once, without gradients, with 4 rows of f32."""
-    file = tmp_path_factory.mktemp("plain") / "plain.npub"
-    run("bundled", "save", "plain", str(file))
-    return file
-
-
-@pytest.mark.parametrize(
-    ("name", "difference"),
-    [
-        ("other-shape", "input x: f32[4,8] then, f32[5,8] now"),
-        ("host-op", "aten.median.default: 0 times then, 1 times now"),
-        ("training", "inference graphs only: save it after a call with gradients and backward()"),
-    ],
-)
-def test_never_says_what_differs(
-    name: str, difference: str, plain: Path, runtime_only_python: Path
+def test_what_a_bundle_lacks_is_an_error_or_runs_in_eager_or_is_compiled(
+    tmp_path: Path, runtime_only_python: Path
 ) -> None:
-    ran = run("bundled", "run", name, str(plain), python=runtime_only_python)
-    assert ran["error"].startswith("NotCompiledError: ")
-    assert difference in ran["error"]
-    assert str(plain) in ran["error"]
-    assert ran["compilers"] == []
+    file = tmp_path / "plain.npub"  # called once, without gradients, with 4 rows of f32
+    shape = "input x: f32[4,8] then, f32[5,8] now"
+    differences = {
+        "other-shape": shape,
+        "host-op": "aten.median.default: 0 times then, 1 times now",
+        "training": "inference graphs only: save it after a call with gradients and backward()",
+    }
+    eager, if_missing = {"compile": "eager"}, {"compile": "if_missing"}
 
+    _, found, compiled = done(
+        ("save", "plain", file),
+        ("run", "plain", file, if_missing),
+        ("run", "other-shape", file, if_missing),
+    )
+    assert (found["counts"]["bundle_hits"], found["counts"].get("compiles")) == (1, None)
+    assert (compiled["counts"]["compiles"], compiled["counts"].get("bundle_hits")) == (1, None)
+    assert compiled["away"] < 1e-5
 
-def test_eager_runs_the_graph_whole_and_warns_once(plain: Path, runtime_only_python: Path) -> None:
-    option = '--options={"compile": "eager"}'
-    ran = run("bundled", "run", "other-shape", str(plain), option, python=runtime_only_python)
-    assert (ran["error"], ran["away"], ran["compilers"]) == ("", 0.0, [])
-    (warning,) = ran["warnings"]
+    *refused, in_eager, trained, lacking = done(
+        *(("run", name, file) for name in differences),
+        ("run", "other-shape", file, eager),
+        ("run", "training", file, eager),
+        ("run", "plain", file, if_missing),
+        python=runtime_only_python,
+    )
+    for answer, difference in zip(refused, differences.values(), strict=True):
+        assert answer["error"].startswith("NotCompiledError: ")
+        assert difference in answer["error"]
+        assert str(file) in answer["error"]
+    assert (in_eager["error"], in_eager["away"]) == ("", 0.0)
+    (warning,) = in_eager["warnings"]
     assert "runs on PyTorch's CPU kernels" in warning
-    assert "input x: f32[4,8] then, f32[5,8] now" in warning
-    ran = run("bundled", "run", "training", str(plain), option, python=runtime_only_python)
-    assert ran["error"] == ""
-    assert ran["away"] < 1e-5
-
-
-def test_if_missing_compiles_what_is_missing(plain: Path, runtime_only_python: Path) -> None:
-    option = '--options={"compile": "if_missing"}'
-    ran = run("bundled", "run", "plain", str(plain), option)
-    assert (ran["counts"]["bundle_hits"], ran["counts"].get("compiles")) == (1, None)
-    ran = run("bundled", "run", "other-shape", str(plain), option)
-    assert ran["away"] < 1e-5
-    assert (ran["counts"]["compiles"], ran["counts"].get("bundle_hits")) == (1, None)
-    ran = run("bundled", "run", "plain", str(plain), option, python=runtime_only_python)
-    assert "VersionError" in ran["error"]
+    assert shape in warning
+    assert trained["error"] == ""
+    assert trained["away"] < 1e-5
+    assert "VersionError" in lacking["error"]
+    assert lacking["compilers"] == []
 
 
 # In this process, on small functions:
