@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
+from lowering.comparisons import compare_with_tensors
 from lowering.empty import make_empty_values
 from lowering.errors import InternalError
 from lowering.graph_modules import with_code
@@ -183,6 +184,7 @@ def normalize(graph_module: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
     read_sizes_only(graph_module.graph)
     _share_sizes(graph_module.graph)
     make_empty_values(graph_module.graph)
+    compare_with_tensors(graph_module.graph)
     graph_module.graph.eliminate_dead_code()
     constants: dict[fx.Node, torch.Tensor] = {}
     for node in graph_module.graph.nodes:

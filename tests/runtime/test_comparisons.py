@@ -1,0 +1,74 @@
+"""Comparisons of values that the program holds with numbers: compilers fold them, and wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tolerances import assert_same
+
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
+INF, NAN = float("inf"), float("nan")
+COMPARISONS = (torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge)
+FLOATS = (0.0, 1.0, 0.5, -1.0, 2.0, INF, -INF, NAN)
+WHOLE = (0, 1, 0.5, -1, 2)
+VALUES: dict[torch.dtype, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    torch.float32: ((0.0, -2.0, INF, NAN), FLOATS),
+    torch.float64: ((1.0,), FLOATS),
+    torch.bfloat16: ((1.0,), FLOATS),
+    torch.int64: ((0, 2, 300), WHOLE),
+    torch.int32: ((1,), WHOLE),
+    torch.uint8: ((1,), (0, 1, 0.5, 2)),
+    torch.bool: ((0, 1), WHOLE),
+}
+
+
+def compare(x: torch.Tensor, numbers: tuple[float, ...]) -> list[torch.Tensor]:
+    """Compare in each way with each number."""
+    return [function(x, number) for function in COMPARISONS for number in numbers]
+
+
+@pytest.mark.parametrize("dtype", VALUES, ids=str)
+def test_of_a_filled_tensor(dtype: torch.dtype) -> None:
+    values, numbers = VALUES[dtype]
+
+    def filled(y: torch.Tensor) -> list[torch.Tensor]:
+        found = [y + 1]
+        for value in values:
+            found += compare(torch.full((3,), value, dtype=dtype), numbers)
+            found += compare(torch.full((), value, dtype=dtype), numbers)
+        return found
+
+    same(filled)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
+def test_of_a_literal(dtype: torch.dtype) -> None:
+    same(lambda y: [y + 1, *compare(torch.tensor([1, 2, 3], dtype=dtype), WHOLE)])
+
+
+def test_of_what_is_computed_of_numbers() -> None:
+    def computed(y: torch.Tensor) -> list[torch.Tensor]:
+        x = torch.full((3,), -2.0)
+        found = [y + 1]
+        for value in (x.abs(), x.reciprocal(), -x, x * 0.5, torch.where(x < 0, 1.0, x)):
+            found += compare(value, FLOATS)
+        return found
+
+    same(computed)
+
+
+def test_of_a_tensor_as_long_as_an_input_of_any_length() -> None:
+    def filled(y: torch.Tensor) -> list[torch.Tensor]:
+        x = torch.full((y.shape[0],), 2.0)
+        return [y + 1, *compare(x, FLOATS), *compare(torch.zeros_like(y), FLOATS)]
+
+    same(filled, dynamic=True)
+
+
+def same(function: Callable[[torch.Tensor], list[torch.Tensor]], dynamic: bool = False) -> None:
+    y = torch.tensor([1.0, 2.0, 3.0])
+    assert_same(torch.compile(function, backend="npu_iree", dynamic=dynamic)(y), function(y))
