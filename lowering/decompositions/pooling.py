@@ -1,4 +1,4 @@
-"""Max pooling whose windows do not end where its padded input does, in a form that IREE compiles.
+"""Pooling whose windows do not end where its padded input does, in a form that IREE compiles.
 
 torch-mlir refuses some windows that hang over the end (`ceil_mode`); where an end is never read and
 the window stands in one place, IREE finds the sizes at odds with each other, as for convolutions.
@@ -58,7 +58,47 @@ def max_pool2d(
     return (values, indices) if x.dim() == 4 else (values.squeeze(0), indices.squeeze(0))
 
 
-DECOMPOSITIONS = {aten.max_pool2d_with_indices.default: max_pool2d}
+def avg_pool2d(
+    x: torch.Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    """Decompose `aten.avg_pool2d` along dimensions in which its window stands in one place.
+
+    Before: avg_pool2d(%x, 320, ceil_mode=True)                        with %x of [N, C, 7, 9]
+    After:  %1 = sum(%x, [-2], True) / 7; sum(%1, [-1], True) / 9
+    """
+    if not is_static(x) or not x.dtype.is_floating_point:
+        return _UNCHANGED
+    kernel, steps, pads = (of_each(v, 2) for v in (kernel_size, stride or kernel_size, padding))
+    once = []
+    for i, size in enumerate(int(size) for size in x.shape[-2:]):
+        is_plain = kernel[i] == size and not pads[i] and (not ceil_mode or size == 1)
+        if is_plain or _places(size, kernel[i], steps[i], pads[i], 1, ceil_mode) != 1:
+            continue
+        seen, padded = min(size, kernel[i] - pads[i]), min(size + 2 * pads[i], kernel[i])
+        total = torch.sum(aten.slice.Tensor(x, i - 2, 0, seen), [i - 2], True)
+        count = padded if count_include_pad else seen
+        x = total if divisor_override else total / count
+        kernel[i], steps[i], pads[i] = 1, 1, 0
+        once.append(i)
+    if not once:
+        return _UNCHANGED
+    if len(once) == 2:
+        return x / divisor_override if divisor_override else x
+    return aten.avg_pool2d.default(
+        x, kernel, steps, pads, ceil_mode, count_include_pad, divisor_override
+    )
+
+
+DECOMPOSITIONS = {
+    aten.avg_pool2d.default: avg_pool2d,
+    aten.max_pool2d_with_indices.default: max_pool2d,
+}
 
 
 def _places(size: int, kernel: int, step: int, pad: int, apart: int, ceil_mode: bool) -> int:

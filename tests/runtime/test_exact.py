@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,21 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
 def test_it_gives_what_eager_gives(name: str) -> None:
     function, inputs = CASES[name]
     assert_same(torch.compile(function, backend="npu_iree")(*inputs), function(*inputs))
+
+
+def test_an_average_of_all_there_is_runs_on_the_device(counts: Counter[str]) -> None:
+    pools = [
+        torch.nn.AvgPool2d(20, ceil_mode=True),
+        torch.nn.AvgPool2d((7, 2), 1),
+        torch.nn.AvgPool2d((10, 9), padding=(2, 0), count_include_pad=False),
+    ]
+
+    def average(x: torch.Tensor) -> list[torch.Tensor]:
+        return [pool(x.relu()) for pool in pools]
+
+    x = torch.randn(2, 3, 7, 9)
+    assert_same(torch.compile(average, backend="npu_iree")(x), average(x))
+    assert (counts["regions"], counts["host_ops"]) == (1, 0)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
