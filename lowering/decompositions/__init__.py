@@ -10,7 +10,15 @@ import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
 
 from lowering import randomness
-from lowering.decompositions import attention, batch_norm, convolution, exact, indexing, pooling
+from lowering.decompositions import (
+    attention,
+    batch_norm,
+    convolution,
+    exact,
+    indexing,
+    pooling,
+    powers,
+)
 from lowering.decompositions.halves import with_halves
 from lowering.decompositions.scalars import with_scalars
 from lowering.decompositions.views import split_with_sizes, view
@@ -91,6 +99,7 @@ def _default_table() -> dict[OpOverload, Callable[..., Any]]:
         **exact.DECOMPOSITIONS,
         **indexing.DECOMPOSITIONS,
         **pooling.DECOMPOSITIONS,
+        **powers.DECOMPOSITIONS,
         **randomness.DECOMPOSITIONS,
     }
     pytorchs = {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS)}

@@ -111,26 +111,12 @@ def total_dim(
     return torch.sum(x.to(dtype or torch.int64), dim or list(range(x.dim())), keepdim)
 
 
-def pow_scalar(x: torch.Tensor, exponent: Number) -> Any:
-    """Decompose negative whole powers of floats into a reciprocal: of zero, it is infinite."""
-    if not math.isfinite(exponent):
-        return torch.pow(x, torch.full((), exponent, dtype=torch.float32))  # the host's
-    if not _are_floats(x) or exponent >= 0 or exponent != int(exponent):
-        return _UNCHANGED
-    return torch.reciprocal(torch.pow(x, -exponent))
-
-
 def gelu(x: torch.Tensor, *, approximate: str = "none") -> Any:
     """Decompose the approximate `aten.gelu`, for which torch-mlir's constants are too short."""
     if approximate != "tanh":
         return _UNCHANGED
     inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
     return 0.5 * x * (1 + torch.tanh(inner))
-
-
-def ldexp(x: torch.Tensor, exponent: torch.Tensor) -> Any:
-    """Decompose `aten.ldexp`: a product with a power, which torch-mlir computes in halves."""
-    return x * torch.pow(2.0, exponent)
 
 
 def pad(x: torch.Tensor, amounts: Sequence[int], value: Number = 0) -> Any:
@@ -245,7 +231,6 @@ DECOMPOSITIONS = {
     aten.floor_divide.default: floor_divide,
     aten.gelu.default: gelu,
     aten.hardtanh.default: hardtanh,
-    aten.ldexp.Tensor: ldexp,
     aten.logspace.Scalar_Tensor: logspace,
     aten.logspace.Tensor_Scalar: logspace,
     aten.logspace.Tensor_Tensor: logspace,
@@ -255,7 +240,6 @@ DECOMPOSITIONS = {
     aten.min.dim: min_dim,
     aten.minimum.default: minimum,
     aten.neg.default: neg,
-    aten.pow.Tensor_Scalar: pow_scalar,
     aten.remainder.Tensor: remainder,
     aten.scatter_reduce.two: scatter_mean,
     aten.sum.default: total,

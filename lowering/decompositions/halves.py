@@ -36,6 +36,7 @@ IN_FLOATS: tuple[torch._ops.OpOverload, ...] = (
     aten.norm.ScalarOpt_dim,
     aten.pow.Scalar,
     aten.pow.Tensor_Scalar,
+    aten.pow.Tensor_Tensor,
     aten.prod.default,
     aten.prod.dim_int,
     aten.remainder.Scalar,

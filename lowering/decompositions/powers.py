@@ -1,0 +1,93 @@
+"""Powers of floats as the C standard has them, where those of torch-mlir and IREE differ.
+
+Those give NaN for a number to the power of zero, zero for all powers of a negative number that is
+written in the program, and NaN for infinite bases.
+Source: C17, F.10.4.4, which PyTorch's kernels follow.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeAlias
+
+import torch
+
+aten = torch.ops.aten
+_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
+Number: TypeAlias = int | float
+_INF = float("inf")
+_INTEGERS = (torch.int32, torch.int64)  # the device multiplies no smaller ones
+_ROOTS = (0.5, -0.5)  # PyTorch takes square roots, which are NaN of -inf
+
+
+def power(base: torch.Tensor, exponent: torch.Tensor) -> Any:
+    """Decompose `aten.pow` of two tensors, one of them of floats, into `exp` of a product.
+
+    Before: pow(%x, %y)
+    After:  %1 = exp(%y * log(abs(%x))); the sign, NaN and 1 by `where`
+    """
+    dtype = torch.result_type(base, exponent)
+    if not dtype.is_floating_point:
+        return _UNCHANGED
+    x, y = base.to(dtype), exponent.to(dtype)
+    size = torch.abs(x)
+    half = y * 0.5
+    is_whole = torch.floor(y) == y
+    is_odd = is_whole & (torch.floor(half) != half)
+    is_negative = (x < 0) | ((x == 0) & (torch.reciprocal(x) < 0))
+    result = torch.exp(y * torch.log(size))
+    result = torch.where(is_negative & is_odd, -result, result)
+    result = torch.where((x < 0) & (size != _INF) & ~is_whole, float("nan"), result)
+    is_one = (y == 0) | (x == 1) | ((x == -1) & (torch.abs(y) == _INF))
+    return torch.where(is_one, 1.0, result).to(dtype)
+
+
+def power_of_number(base: Number, exponent: torch.Tensor) -> Any:
+    """Decompose `aten.pow` of a number, unless it is positive and not 1: that is right."""
+    dtype = torch.result_type(base, exponent)
+    if not dtype.is_floating_point:
+        return _UNCHANGED
+    if not (0 < base < _INF and base != 1):
+        return power(torch.full((), base, dtype=dtype, device=exponent.device), exponent)
+    if exponent.dtype is dtype:
+        return _UNCHANGED
+    return torch.pow(base, exponent.to(dtype))
+
+
+def power_to_number(base: torch.Tensor, exponent: Number) -> Any:
+    """Decompose `aten.pow` to a number: negative whole ones are reciprocals, others as `power`.
+
+    That of integers, which torch-mlir cannot raise, is a product.
+    """
+    dtype = torch.result_type(base, exponent)
+    if dtype in _INTEGERS and int(exponent) >= 0:
+        return _product(base.to(dtype), int(exponent))
+    if not base.dtype.is_floating_point or exponent in _ROOTS:
+        return _UNCHANGED
+    if not math.isfinite(exponent):
+        return power(base, torch.full((), exponent, dtype=base.dtype, device=base.device))
+    if exponent != int(exponent):
+        result = torch.exp(exponent * torch.log(torch.abs(base)))
+        return torch.where((base < 0) & (base != -_INF), float("nan"), result)
+    return torch.reciprocal(torch.pow(base, -exponent)) if exponent < 0 else _UNCHANGED
+
+
+def _product(base: torch.Tensor, count: int) -> torch.Tensor:
+    """Multiply as often as the count has bits: overflows wrap, as PyTorch's do."""
+    if count < 2:
+        return base.clone() if count else torch.ones_like(base)
+    half = _product(base, count // 2)
+    return half * half * base if count % 2 else half * half
+
+
+def ldexp(x: torch.Tensor, exponent: torch.Tensor) -> Any:
+    """Decompose `aten.ldexp`: a product with a power, which torch-mlir computes in halves."""
+    return x * torch.pow(2.0, exponent)
+
+
+DECOMPOSITIONS = {
+    aten.ldexp.Tensor: ldexp,
+    aten.pow.Scalar: power_of_number,
+    aten.pow.Tensor_Scalar: power_to_number,
+    aten.pow.Tensor_Tensor: power,
+}
