@@ -37,11 +37,24 @@ def clamp(x: torch.Tensor, low: Number | None = None, high: Number | None = None
     """Decompose `aten.clamp` on floats: a NaN is neither below `low` nor above `high`."""
     if not x.dtype.is_floating_point:
         return _UNCHANGED
+    if low != low or high != high:  # asks for NaN
+        return torch.full_like(x, math.nan)
     if low is not None:
         x = torch.where(x < low, _like(x, low), x)
     if high is not None:
         x = torch.where(x > high, _like(x, high), x)
     return x
+
+
+def clamp_tensor(
+    x: torch.Tensor, low: torch.Tensor | None = None, high: torch.Tensor | None = None
+) -> Any:
+    """Decompose `aten.clamp` by tensors of floats: where a bound is NaN, so is the result."""
+    if not torch.is_floating_point(x):
+        return _UNCHANGED
+    if low is not None:
+        x = torch.maximum(x, low)
+    return x if high is None else torch.minimum(x, high)
 
 
 def hardtanh(x: torch.Tensor, low: Number = -1, high: Number = 1) -> Any:
@@ -56,30 +69,9 @@ def neg(x: torch.Tensor) -> Any:
     return _UNCHANGED if _is_inexact(x) else torch.mul(x, -1)
 
 
-def div_mode(x: torch.Tensor, y: torch.Tensor | int, *, rounding_mode: str | None = None) -> Any:
-    """Decompose the floor division of integers: truncate, then correct for the signs."""
-    if rounding_mode != "floor" or _is_inexact(x) or _is_inexact(y):
-        return _UNCHANGED
-    quotient = torch.div(x, y, rounding_mode="trunc")
-    rest = x - quotient * y
-    return quotient - ((rest != 0) & ((rest < 0) != (y < 0))).to(quotient.dtype)
-
-
-def floor_divide(x: torch.Tensor, y: torch.Tensor | int) -> Any:
-    """Decompose `aten.floor_divide`, which is `aten.div` with a rounding mode."""
-    return torch.div(x, y, rounding_mode="floor")
-
-
 def absolute(x: torch.Tensor) -> Any:
     """Decompose `aten.abs` on unsigned integers, which torch-mlir takes for signed ones."""
     return torch.clone(x) if x.dtype is torch.uint8 else _UNCHANGED
-
-
-def remainder(x: torch.Tensor, y: torch.Tensor) -> Any:
-    """Decompose `aten.remainder` on unsigned integers into that of wider ones."""
-    if x.dtype is not torch.uint8 or y.dtype is not torch.uint8:
-        return _UNCHANGED
-    return torch.remainder(x.to(torch.int32), y.to(torch.int32)).to(torch.uint8)
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> Any:
@@ -223,12 +215,10 @@ DECOMPOSITIONS = {
     aten.abs.default: absolute,
     aten.argmax.default: argmax,
     aten.argmin.default: argmin,
+    aten.clamp.Tensor: clamp_tensor,
     aten.clamp.default: clamp,
     aten.constant_pad_nd.default: pad,
-    aten.div.Scalar_mode: div_mode,
-    aten.div.Tensor_mode: div_mode,
     aten.eq.Tensor: eq,
-    aten.floor_divide.default: floor_divide,
     aten.gelu.default: gelu,
     aten.hardtanh.default: hardtanh,
     aten.logspace.Scalar_Tensor: logspace,
@@ -240,7 +230,6 @@ DECOMPOSITIONS = {
     aten.min.dim: min_dim,
     aten.minimum.default: minimum,
     aten.neg.default: neg,
-    aten.remainder.Tensor: remainder,
     aten.scatter_reduce.two: scatter_mean,
     aten.sum.default: total,
     aten.sum.dim_IntList: total_dim,

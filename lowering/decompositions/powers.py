@@ -25,6 +25,8 @@ def power(base: torch.Tensor, exponent: torch.Tensor) -> Any:
 
     Before: pow(%x, %y)
     After:  %1 = exp(%y * log(abs(%x))); the sign, NaN and 1 by `where`
+
+    The rounding of the product costs up to 8e-6 of a large result in f32, as in IREE's own form.
     """
     dtype = torch.result_type(base, exponent)
     if not dtype.is_floating_point:

@@ -1,0 +1,90 @@
+"""Division with whole quotients, and what it leaves, as PyTorch's kernels have them.
+
+Of integers, torch-mlir truncates. Of floats, it computes quotients that are rounded up to a whole
+number, and remainders that lose all digits where the quotient is large; its `aten.remainder` of two
+tensors of floats is exact, so that the others are made of it.
+Source: `div_floor` and `fmod` in PyTorch's BinaryOpsKernel.cpp, after CPython's `float_floor_div`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+
+aten = torch.ops.aten
+_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
+Operand: TypeAlias = torch.Tensor | int | float
+_UNSIGNED = torch.uint8  # torch-mlir takes it for signed
+
+
+def div_mode(x: Operand, y: Operand, *, rounding_mode: str | None = None) -> Any:
+    """Decompose floor divisions: truncate integers and correct for the signs; floats, see below."""
+    if rounding_mode != "floor":
+        return _UNCHANGED
+    if _are_floats(x, y):
+        return _floor_of_floats(*_promoted(x, y))
+    quotient = torch.div(x, y, rounding_mode="trunc")
+    rest = x - quotient * y
+    return quotient - ((rest != 0) & ((rest < 0) != (y < 0))).to(quotient.dtype)
+
+
+def floor_divide(x: Operand, y: Operand) -> Any:
+    """Decompose `aten.floor_divide`, which is `aten.div` with a rounding mode."""
+    return torch.div(x, y, rounding_mode="floor")
+
+
+def remainder(x: Operand, y: Operand) -> Any:
+    """Decompose `aten.remainder` of unsigned integers, and that of a number or by one."""
+    if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
+        return torch.remainder(*_promoted(x, y))
+    if x.dtype is not _UNSIGNED or y.dtype is not _UNSIGNED:
+        return _UNCHANGED
+    return torch.remainder(x.to(torch.int32), y.to(torch.int32)).to(_UNSIGNED)
+
+
+def fmod(x: torch.Tensor, y: Operand) -> Any:
+    """Decompose `aten.fmod` of floats: the remainder of the sizes, with the sign of the first."""
+    if not _are_floats(x, y):
+        return _UNCHANGED
+    x, y = _promoted(x, y)
+    rest = torch.remainder(torch.abs(x), torch.abs(y))
+    return torch.where(x < 0, -rest, rest)
+
+
+def _floor_of_floats(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Divide what is left without the rest: it is the multiple of `y`, but for one rounding."""
+    rest = torch.fmod(x, y)
+    quotient = (x - rest) / y
+    quotient = torch.where((rest != 0) & ((rest < 0) != (y < 0)), quotient - 1, quotient)
+    whole = torch.floor(quotient)
+    whole = torch.where(quotient - whole > 0.5, whole + 1, whole)
+    whole = torch.where(quotient == 0, torch.where(x / y < 0, -0.0, 0.0).to(x.dtype), whole)
+    return torch.where(y == 0, x / y, whole)
+
+
+def _are_floats(x: Operand, y: Operand) -> bool:
+    return torch.result_type(x, y).is_floating_point
+
+
+def _promoted(x: Operand, y: Operand) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = torch.result_type(x, y)
+
+    def promoted(operand: Operand) -> torch.Tensor:
+        if isinstance(operand, torch.Tensor):
+            return operand.to(dtype)
+        return torch.full((), operand, dtype=dtype)
+
+    return promoted(x), promoted(y)
+
+
+DECOMPOSITIONS = {
+    aten.div.Scalar_mode: div_mode,
+    aten.div.Tensor_mode: div_mode,
+    aten.floor_divide.default: floor_divide,
+    aten.fmod.Scalar: fmod,
+    aten.fmod.Tensor: fmod,
+    aten.remainder.Scalar: remainder,
+    aten.remainder.Scalar_Tensor: remainder,
+    aten.remainder.Tensor: remainder,
+}

@@ -1,0 +1,168 @@
+"""Elementary functions that lose digits as torch-mlir and IREE compute them.
+
+IREE's sines are off by 3e-8 for each unit of the angle: at the positions of a long text, in all but
+two digits. What is made of `exp(x) - 1` loses those of small numbers, and what squares its argument
+overflows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
+_LN2 = math.log(2)
+_LARGE = 1e9  # squares of larger ones leave no digit to one
+
+# A turn in three parts. The first two have 12 bits, like both parts of the number of turns: their
+# products are exact in f32, and so are their differences while there are less than 2**24 turns.
+# Source: W. J. Cody and W. Waite, Software Manual for the Elementary Functions, 1980, chapter 8.
+_TURN_FIRST = math.floor(math.tau * 2**9) / 2**9
+_TURN_NEXT = math.floor((math.tau - _TURN_FIRST) * 2**21) / 2**21
+_TURN_LAST = math.tau - _TURN_FIRST - _TURN_NEXT
+
+_is_reduced = ContextVar("_is_reduced", default=False)
+
+
+def _of_less_than_a_turn(op: Any) -> Callable[[torch.Tensor], Any]:
+    """Make the decomposition of a function of angles: right below 1e8, where floats are 8 apart.
+
+    Before: sin(%x)
+    After:  %n = round(%x / tau); sin(%x - %n * tau), in parts
+    """
+
+    def decomposed(x: torch.Tensor) -> Any:
+        if _is_reduced.get() or x.dtype is torch.float64 or x.dtype.is_complex:
+            return _UNCHANGED
+        angle = _reduced(x.to(torch.float32))
+        token = _is_reduced.set(True)
+        try:
+            return op(angle)
+        finally:
+            _is_reduced.reset(token)
+
+    return decomposed
+
+
+def _reduced(angle: torch.Tensor) -> torch.Tensor:
+    turns = torch.round(angle * (1 / math.tau))
+    many = torch.round(turns * 2**-12) * 2**12
+    few = turns - many
+    for part in (_TURN_FIRST, _TURN_NEXT):
+        angle = angle - many * part - few * part
+    return angle - turns * _TURN_LAST
+
+
+def log1p(x: torch.Tensor) -> Any:
+    """Decompose `aten.log1p` in f64, where IREE's is the logarithm of `1 + x`: corrects that.
+
+    Source: HP-15C Advanced Functions Handbook, 1982, appendix, by W. Kahan.
+    """
+    if x.dtype is not torch.float64:
+        return _UNCHANGED
+    more = 1 + x
+    corrected = torch.log(more) * (x / (more - 1))
+    return torch.where(more == 1, x, torch.where(more == math.inf, more, corrected))
+
+
+def expm1(x: torch.Tensor) -> Any:
+    """Decompose `aten.expm1` in f64, where IREE's is `exp(x) - 1`: corrects that, as `log1p`."""
+    if x.dtype is not torch.float64:
+        return _UNCHANGED
+    more = torch.exp(x)
+    corrected = (more - 1) * (x / torch.log(more))
+    is_all = (more == math.inf) | (more - 1 == -1)
+    return torch.where(more == 1, x, torch.where(is_all, more - 1, corrected))
+
+
+def sinh(x: torch.Tensor) -> Any:
+    """Decompose `aten.sinh`: of small numbers by `expm1`, of large ones without overflow."""
+    if x.dtype.is_complex:
+        return _UNCHANGED
+    x = _floating(x)
+    size = torch.abs(x)
+    less_one = torch.expm1(torch.clamp(size, max=1.0))
+    small = 0.5 * (less_one + less_one / (less_one + 1))
+    root = torch.exp(0.5 * size)
+    large = 0.5 * root * root - 0.5 / root / root
+    return _with_sign(torch.where(size < 1, small, large), x)
+
+
+def asinh(x: torch.Tensor) -> Any:
+    """Decompose `aten.asinh` into `log1p`, whose argument is small where the number is."""
+    if x.dtype.is_complex:
+        return _UNCHANGED
+    x = _floating(x)
+    size = torch.abs(x)
+    square = size * size
+    small = torch.log1p(size + square / (1 + torch.sqrt(1 + square)))
+    return _with_sign(torch.where(size < _LARGE, small, torch.log(size) + _LN2), x)
+
+
+def acosh(x: torch.Tensor) -> Any:
+    """Decompose `aten.acosh` such that large numbers are not squared."""
+    if x.dtype.is_complex:
+        return _UNCHANGED
+    x = _floating(x)
+    over = x - 1
+    small = torch.log1p(over + torch.sqrt(over * (over + 2)))
+    return torch.where(x < _LARGE, torch.where(x < 1, math.nan, small), torch.log(x) + _LN2)
+
+
+def atanh(x: torch.Tensor) -> Any:
+    """Decompose `aten.atanh` into `log1p`, whose argument is small where the number is."""
+    if x.dtype.is_complex:
+        return _UNCHANGED
+    x = _floating(x)
+    size = torch.abs(x)
+    return _with_sign(0.5 * torch.log1p(2 * size / (1 - size)), x)
+
+
+def elu(x: torch.Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
+    """Decompose `aten.elu` (and so `selu` and `celu`) into `expm1`."""
+    below = torch.expm1(x * input_scale) * (alpha * scale)
+    return torch.where(x > 0, x * scale, below)
+
+
+def logaddexp(a: torch.Tensor, b: torch.Tensor) -> Any:
+    """Decompose `aten.logaddexp`: of a NaN it is NaN, beside an infinity too."""
+    if a.dtype.is_complex or b.dtype.is_complex:
+        return _UNCHANGED
+    largest = torch.maximum(a, b)
+    added = largest + torch.log1p(torch.exp(-torch.abs(a - b)))
+    return torch.where(torch.abs(largest) == math.inf, largest, added)
+
+
+def logaddexp2(a: torch.Tensor, b: torch.Tensor) -> Any:
+    """Decompose `aten.logaddexp2`, as `logaddexp`."""
+    largest = torch.maximum(a, b)
+    added = largest + torch.log1p(torch.exp2(-torch.abs(a - b))) * (1 / _LN2)
+    return torch.where(torch.abs(largest) == math.inf, largest, added)
+
+
+def _floating(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype.is_floating_point else x.to(torch.get_default_dtype())
+
+
+def _with_sign(size: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x < 0, -size, torch.where(x == 0, x, size))
+
+
+DECOMPOSITIONS = {
+    aten.acosh.default: acosh,
+    aten.asinh.default: asinh,
+    aten.atanh.default: atanh,
+    aten.cos.default: _of_less_than_a_turn(torch.cos),
+    aten.elu.default: elu,
+    aten.expm1.default: expm1,
+    aten.log1p.default: log1p,
+    aten.logaddexp.default: logaddexp,
+    aten.logaddexp2.default: logaddexp2,
+    aten.sin.default: _of_less_than_a_turn(torch.sin),
+    aten.sinh.default: sinh,
+}

@@ -1,0 +1,111 @@
+"""Elementary functions keep their digits: of tiny, large and special numbers, of wide angles."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tolerances import assert_same
+
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
+INF, NAN = float("inf"), float("nan")
+SPECIAL = (0.0, 1.0, -1.0, 0.5, -0.5, 2.5, -2.5, 3.0, -7.3, 100.0, 1e30, -1e30, INF, -INF, NAN)
+DIGITS = {torch.float32: 2e-6, torch.float64: 1e-14}
+FUNCTIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    torch.acosh,
+    torch.asinh,
+    torch.atanh,
+    torch.expm1,
+    torch.log1p,
+    torch.sinh,
+    torch.nn.functional.elu,
+    torch.nn.functional.selu,
+)
+
+
+def numbers(dtype: torch.dtype) -> torch.Tensor:
+    """Give numbers of all sizes and both signs."""
+    sizes = torch.logspace(-30, 30, 2001, dtype=torch.float64)
+    sizes = sizes[(sizes < 88) | (sizes > 90)]  # eager's vectors of `sinh` overflow too soon there
+    values = (sizes, -sizes, torch.linspace(-20, 20, 801), torch.tensor([0.0, INF, -INF, NAN]))
+    return torch.cat(values).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DIGITS, ids=str)
+def test_functions_of_numbers_of_all_sizes(dtype: torch.dtype, counts: Counter[str]) -> None:
+    def functions(x: torch.Tensor) -> list[torch.Tensor]:
+        return [function(x) for function in FUNCTIONS]
+
+    x = numbers(dtype)
+    found = torch.compile(functions, backend="npu_iree")(x)
+    for function, one, other in zip(FUNCTIONS, found, functions(x), strict=True):
+        torch.testing.assert_close(
+            one,
+            other,
+            rtol=DIGITS[dtype],
+            atol=0,
+            equal_nan=True,
+            msg=lambda text, name=function.__name__: f"{name}: {text}",
+        )
+    assert (counts["regions"], counts["host_ops"]) == (1, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_sines_of_the_positions_of_a_long_text(dtype: torch.dtype, dynamic: bool) -> None:
+    def sines(x: torch.Tensor) -> list[torch.Tensor]:
+        return [x.sin(), x.cos()]
+
+    positions = torch.arange(0, 1 << 20, 7).to(torch.float64)
+    x = torch.cat([positions, -positions, positions * 90, torch.tensor([INF, NAN])]).to(dtype)
+    found = torch.compile(sines, backend="npu_iree", dynamic=dynamic)(x)
+    for one, other in zip(found, sines(x), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6, equal_nan=True)
+
+
+def test_whole_quotients_and_what_they_leave(counts: Counter[str]) -> None:
+    def divided(x: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for y in (x[:, None], *SPECIAL):
+            found += [x // y, torch.fmod(x, y), x % y, torch.div(x, y, rounding_mode="floor")]
+        return [*found, *(function(y, x) for y in SPECIAL for function in (floor, rest))]
+
+    def floor(y: float, x: torch.Tensor) -> torch.Tensor:
+        return y // x
+
+    def rest(y: float, x: torch.Tensor) -> torch.Tensor:
+        return y % x
+
+    x = torch.tensor([*SPECIAL, 2.1, 0.7, 0.1, 490.3, 12345678.0])
+    for one, other in zip(torch.compile(divided, backend="npu_iree")(x), divided(x), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=0, equal_nan=True)
+    assert counts["host_ops"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_remainders_by_a_number_are_by_what_the_dtype_holds_of_it(dtype: torch.dtype) -> None:
+    def rests(x: torch.Tensor) -> list[torch.Tensor]:
+        return [x % 0.7, torch.fmod(x, 0.7), x // 0.7, 0.7 % x]
+
+    x = torch.linspace(-20, 20, 801).to(dtype)
+    assert_same(torch.compile(rests, backend="npu_iree")(x), rests(x))
+
+
+def test_a_nan_is_seen_beside_an_infinity_and_as_a_bound() -> None:
+    def functions(x: torch.Tensor) -> list[Any]:
+        pairs = (x[:, None], x[None, :])
+        found = [
+            torch.logaddexp(*pairs),
+            torch.logaddexp2(*pairs),
+            torch.clamp(x[:, None, None], *pairs),
+        ]
+        found += [torch.clamp_min(*pairs), torch.clamp_max(*pairs)]
+        return found + [torch.clamp(x, low, high) for low in (-1.0, NAN) for high in (2.0, NAN)]
+
+    x = torch.tensor(SPECIAL)
+    assert_same(torch.compile(functions, backend="npu_iree")(x), functions(x))
