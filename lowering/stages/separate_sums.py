@@ -1,0 +1,71 @@
+"""Keep IREE from packing what a reduction leaves for the batched product that is divided by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lowering.stages.barrier import behind_barrier
+
+_VIEWS = frozenset({"tensor.cast", "tensor.collapse_shape", "tensor.expand_shape"})
+
+
+def separate_sums(function: Any) -> None:
+    """Put a barrier behind a reduction whose rows divide those of batched products of any size.
+
+    With data tiling, IREE packs the sums in the program that computes them, and reads them as if
+    they were not padded: attention over 17 keys was wrong where the batch was of any size.
+
+    Before: %p = linalg.batch_matmul; %s = linalg.generic {reduction}
+            %0 = linalg.generic {(d0, d1, d2), (d0, d1)} ins(%p, %s)
+    After:  the same with %b = util.optimization_barrier %s in the place of %s
+    """
+    from iree.compiler import ir
+
+    for op in list(function.regions[0].blocks[0].operations):
+        if not _is_elementwise(op.operation):
+            continue
+        count = len(op.operands) - len(op.results)
+        made_of = [_made_of(op.operands[i]) for i in range(count)]
+        if not any(map(_is_product_of_any_size, (o for ops in made_of for o in ops))):
+            continue
+        for i, ops in enumerate(made_of):
+            if any(map(_reduces, ops)) and not any(map(_is_product_of_any_size, ops)):
+                with ir.InsertionPoint(op):
+                    op.operation.operands[i] = behind_barrier(op.operands[i])
+
+
+def _made_of(value: Any) -> set[Any]:
+    """Find the ops that are no views and not elementwise, from which others lead to a value."""
+    from iree.compiler import ir
+
+    found, seen, values = set[Any](), set[Any](), [value]
+    while values:
+        owner = values.pop().owner
+        if isinstance(owner, ir.Block) or owner.operation in seen:
+            continue
+        op = owner.operation
+        seen.add(op)
+        if op.name in _VIEWS:
+            values.append(op.operands[0])
+        elif _is_elementwise(op):
+            values += list(op.operands)[: len(op.operands) - len(op.results)]
+        else:
+            found.add(op)
+    return found
+
+
+def _is_elementwise(op: Any) -> bool:
+    return op.name == "linalg.generic" and "reduction" not in str(op.attributes["iterator_types"])
+
+
+def _reduces(op: Any) -> bool:
+    return bool(op.name == "linalg.generic")
+
+
+def _is_product_of_any_size(op: Any) -> bool:
+    from iree.compiler import ir
+
+    if not op.name.startswith("linalg.") or op.name in ("linalg.generic", "linalg.fill"):
+        return False
+    kind = ir.RankedTensorType(op.results[0].type)
+    return kind.rank > 2 and not kind.has_static_shape
