@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import operator
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,8 @@ INLINE_CONSTANT_ELEMENTS = 16
 
 # AOTAutograd turns Python floats into tensors after decomposition, with ops outside core ATen.
 _CANONICAL = {torch.ops.aten.true_divide.Tensor: torch.ops.aten.div.Tensor}
+# op -> the place of the argument that it gives if it slices all there is.
+_OF_SLICES = {torch.ops.aten.slice.Tensor: 0, torch.ops.aten.slice_scatter.default: 1}
 # torch-mlir crashes on these where the dimension is counted from the end.
 _FROM_THE_END = frozenset(
     {"aten.scatter", "aten.scatter_add", "aten.scatter_reduce", "aten.gather"}
@@ -182,7 +186,9 @@ def normalize(graph_module: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
         InternalError: the graph calls modules or methods.
     """
     read_sizes_only(graph_module.graph)
+    _add_one_by_one(graph_module.graph)
     _share_sizes(graph_module.graph)
+    _drop_whole_slices(graph_module.graph)
     make_empty_values(graph_module.graph)
     compare_with_tensors(graph_module.graph)
     graph_module.graph.eliminate_dead_code()
@@ -216,6 +222,51 @@ def _share_sizes(graph: fx.Graph) -> None:
             first = known.setdefault(str(value.node.expr), node)
             if first is not node and node.op == "call_function":
                 node.replace_all_uses_with(first)
+
+
+def _add_one_by_one(graph: fx.Graph) -> None:
+    """Write sums of many sizes as additions, which are all that stands for sizes in a program.
+
+    Before: %s = sym_sum([%a, %b, 1])
+    After:  %t = add(%a, %b); %s = add(%t, 1)
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.sym_sum):
+        parts: Any = node.args[0]
+        with graph.inserting_before(node):
+            total = parts[0]
+            for part in parts[1:]:
+                total = graph.call_function(operator.add, (total, part))
+                total.meta = {k: v for k, v in node.meta.items() if k != "val"}
+                total.meta["val"] = _fake_result(total)
+        node.replace_all_uses_with(total)
+
+
+def _drop_whole_slices(graph: fx.Graph) -> None:
+    """Take the values themselves for slices of all there is, and what replaces all for the whole.
+
+    Functionalization writes one of each per dimension that an index leaves as it is.
+
+    Before: %1 = slice(%0, 0, 0, 2**63 - 1); %2 = slice_scatter(%0, %1, 0, 0, 2**63 - 1); exp(%2)
+    After:  exp(%0)
+    """
+    for node in graph.nodes:
+        place = _OF_SLICES.get(node.target)
+        if place is None or not _is_whole(node, place):
+            continue
+        value: Any = node.args[place]
+        node.replace_all_uses_with(value, lambda user: user.op != "output")
+
+
+def _is_whole(node: fx.Node, place: int) -> bool:
+    args: tuple[Any, ...] = node.args
+    limits = args[place + 2 :]
+    start, end, step = [*limits, *(0, None, 1)[len(limits) :]]
+    if start not in (0, None) or end not in (sys.maxsize, None) or step != 1 or node.kwargs:
+        return False
+    one, other = (n.meta.get("val") for n in (args[0], args[place]))
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return False
+    return one.dtype is other.dtype and str(one.shape) == str(other.shape)
 
 
 def _fake_result(node: fx.Node) -> Any:

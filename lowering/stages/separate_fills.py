@@ -23,11 +23,18 @@ def separate_fills(function: Any) -> None:
             %1 = scatter outs(%y)
     """
     for op in list(function.regions[0].blocks[0].operations):
-        if not op.operation.name.startswith("tm_tensor."):
+        if not (op.operation.name.startswith("tm_tensor.") or _inserts_at_any_place(op)):
             continue
         for i, operand in enumerate(list(op.operands)):
             if not only_reads(op, i) and _is_shared_fill(operand):
                 op.operation.operands[i] = _filled_again(op, operand.owner)
+
+
+def _inserts_at_any_place(op: Any) -> bool:
+    return (
+        op.operation.name == "tensor.insert_slice"
+        and not op.operation.results[0].type.has_static_shape
+    )
 
 
 def _is_shared_fill(value: Any) -> bool:

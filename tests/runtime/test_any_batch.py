@@ -35,3 +35,31 @@ def test_results_of_batched_products(name: str, rows: int, dim: int) -> None:
     assert_same(compiled(*inputs), function(*inputs))
     more = [torch.cat([t, t * 0.5], dim) for t in inputs]
     assert_same(compiled(*more), function(*more))
+
+
+def test_several_writes_into_one_tensor_of_any_size() -> None:
+    def shifted(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x.new_zeros(x.shape)
+        first, second = y.clone(), y.clone()
+        y[:, 1:] = x[:, :-1].clone()
+        y[:, 0] = 2
+        first[1:] = x[:-1]
+        second[:, 2:] = x[:, 2:]
+        return y.masked_fill_(y == -100, 1), first + second
+
+    for dtype in (torch.int64, torch.float32):
+        x = torch.arange(3, 29).reshape(2, 13).to(dtype)
+        compiled = torch.compile(shifted, backend="npu_iree", dynamic=True)
+        for part in (x, x[:, :7]):
+            assert_same(compiled(part), shifted(part))
+
+
+def test_sizes_that_are_sums_of_many() -> None:
+    def padded(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        n = x.shape[0] + y.shape[0] + z.shape[0] + 3
+        return torch.nn.functional.pad(x, (0, n - x.shape[0])).exp() + n
+
+    compiled = torch.compile(padded, backend="npu_iree", dynamic=True)
+    for n in (3, 5):
+        inputs = [torch.randn(n), torch.randn(n + 1), torch.randn(n + 4)]
+        assert_same(compiled(*inputs), padded(*inputs))
