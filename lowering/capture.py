@@ -260,7 +260,8 @@ def _drop_whole_slices(graph: fx.Graph) -> None:
 def _is_whole(node: fx.Node, place: int) -> bool:
     args: tuple[Any, ...] = node.args
     limits = args[place + 2 :]
-    start, end, step = [*limits, *(0, None, 1)[len(limits) :]]
+    given = dict(zip(("start", "end", "step"), limits, strict=False))
+    start, end, step = given.get("start"), given.get("end"), given.get("step", 1)
     if start not in (0, None) or end not in (sys.maxsize, None) or step != 1 or node.kwargs:
         return False
     one, other = (n.meta.get("val") for n in (args[0], args[place]))
