@@ -27,6 +27,7 @@ INLINE_CONSTANT_ELEMENTS = 16
 _CANONICAL = {torch.ops.aten.true_divide.Tensor: torch.ops.aten.div.Tensor}
 # op -> the place of the argument that it gives if it slices all there is.
 _OF_SLICES = {torch.ops.aten.slice.Tensor: 0, torch.ops.aten.slice_scatter.default: 1}
+_LIMITS_OF_ALL = ((0, None), (sys.maxsize, None), (1,))  # start, end, step
 # torch-mlir crashes on these where the dimension is counted from the end.
 _FROM_THE_END = frozenset(
     {"aten.scatter", "aten.scatter_add", "aten.scatter_reduce", "aten.gather"}
@@ -236,8 +237,7 @@ def _add_one_by_one(graph: fx.Graph) -> None:
             total = parts[0]
             for part in parts[1:]:
                 total = graph.call_function(operator.add, (total, part))
-                total.meta = {k: v for k, v in node.meta.items() if k != "val"}
-                total.meta["val"] = _fake_result(total)
+                total.meta = {**node.meta, "val": _fake_result(total)}
         node.replace_all_uses_with(total)
 
 
@@ -259,12 +259,10 @@ def _drop_whole_slices(graph: fx.Graph) -> None:
 
 def _is_whole(node: fx.Node, place: int) -> bool:
     args: tuple[Any, ...] = node.args
-    limits = args[place + 2 :]
-    given = dict(zip(("start", "end", "step"), limits, strict=False))
-    start, end, step = given.get("start"), given.get("end"), given.get("step", 1)
-    if start not in (0, None) or end not in (sys.maxsize, None) or step != 1 or node.kwargs:
+    limits = zip(args[place + 2 :], _LIMITS_OF_ALL, strict=False)  # those left out are of all
+    if node.kwargs or not all(limit in allowed for limit, allowed in limits):
         return False
-    one, other = (n.meta.get("val") for n in (args[0], args[place]))
+    one, other = args[0].meta.get("val"), args[place].meta.get("val")
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return False
     return one.dtype is other.dtype and str(one.shape) == str(other.shape)

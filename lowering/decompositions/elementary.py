@@ -7,6 +7,7 @@ overflows.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -80,11 +81,21 @@ def expm1(x: torch.Tensor) -> Any:
     return torch.where(more == 1, x, torch.where(is_all, more - 1, corrected))
 
 
-def sinh(x: torch.Tensor) -> Any:
+def _of_reals(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], Any]:
+    """Make whole numbers floats for a function, and leave complex ones to PyTorch."""
+
+    @functools.wraps(function)
+    def decomposed(x: torch.Tensor) -> Any:
+        if x.dtype.is_complex:
+            return _UNCHANGED
+        return function(x if x.dtype.is_floating_point else x.to(torch.get_default_dtype()))
+
+    return decomposed
+
+
+@_of_reals
+def sinh(x: torch.Tensor) -> torch.Tensor:
     """Decompose `aten.sinh`: of small numbers by `expm1`, of large ones without overflow."""
-    if x.dtype.is_complex:
-        return _UNCHANGED
-    x = _floating(x)
     size = torch.abs(x)
     less_one = torch.expm1(torch.clamp(size, max=1.0))
     small = 0.5 * (less_one + less_one / (less_one + 1))
@@ -93,32 +104,26 @@ def sinh(x: torch.Tensor) -> Any:
     return _with_sign(torch.where(size < 1, small, large), x)
 
 
-def asinh(x: torch.Tensor) -> Any:
+@_of_reals
+def asinh(x: torch.Tensor) -> torch.Tensor:
     """Decompose `aten.asinh` into `log1p`, whose argument is small where the number is."""
-    if x.dtype.is_complex:
-        return _UNCHANGED
-    x = _floating(x)
     size = torch.abs(x)
     square = size * size
     small = torch.log1p(size + square / (1 + torch.sqrt(1 + square)))
     return _with_sign(torch.where(size < _LARGE, small, torch.log(size) + _LN2), x)
 
 
-def acosh(x: torch.Tensor) -> Any:
+@_of_reals
+def acosh(x: torch.Tensor) -> torch.Tensor:
     """Decompose `aten.acosh` such that large numbers are not squared."""
-    if x.dtype.is_complex:
-        return _UNCHANGED
-    x = _floating(x)
     over = x - 1
     small = torch.log1p(over + torch.sqrt(over * (over + 2)))
     return torch.where(x < _LARGE, torch.where(x < 1, math.nan, small), torch.log(x) + _LN2)
 
 
-def atanh(x: torch.Tensor) -> Any:
+@_of_reals
+def atanh(x: torch.Tensor) -> torch.Tensor:
     """Decompose `aten.atanh` into `log1p`, whose argument is small where the number is."""
-    if x.dtype.is_complex:
-        return _UNCHANGED
-    x = _floating(x)
     size = torch.abs(x)
     return _with_sign(0.5 * torch.log1p(2 * size / (1 - size)), x)
 
@@ -133,20 +138,21 @@ def logaddexp(a: torch.Tensor, b: torch.Tensor) -> Any:
     """Decompose `aten.logaddexp`: of a NaN it is NaN, beside an infinity too."""
     if a.dtype.is_complex or b.dtype.is_complex:
         return _UNCHANGED
-    largest = torch.maximum(a, b)
-    added = largest + torch.log1p(torch.exp(-torch.abs(a - b)))
-    return torch.where(torch.abs(largest) == math.inf, largest, added)
+    return _largest_and(a, b, lambda less: torch.log1p(torch.exp(less)))
 
 
 def logaddexp2(a: torch.Tensor, b: torch.Tensor) -> Any:
     """Decompose `aten.logaddexp2`, as `logaddexp`."""
+    return _largest_and(a, b, lambda less: torch.log1p(torch.exp2(less)) * (1 / _LN2))
+
+
+def _largest_and(
+    a: torch.Tensor, b: torch.Tensor, rest: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Add to the largest what the other leaves, by how much it is less."""
     largest = torch.maximum(a, b)
-    added = largest + torch.log1p(torch.exp2(-torch.abs(a - b))) * (1 / _LN2)
+    added = largest + rest(-torch.abs(a - b))
     return torch.where(torch.abs(largest) == math.inf, largest, added)
-
-
-def _floating(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype.is_floating_point else x.to(torch.get_default_dtype())
 
 
 def _with_sign(size: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,6 @@ import torch
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 Number: TypeAlias = int | float
-_INF = float("inf")
 _INTEGERS = (torch.int32, torch.int64)  # the device multiplies no smaller ones
 _ROOTS = (0.5, -0.5)  # PyTorch takes square roots, which are NaN of -inf
 
@@ -39,8 +38,8 @@ def power(base: torch.Tensor, exponent: torch.Tensor) -> Any:
     is_negative = (x < 0) | ((x == 0) & (torch.reciprocal(x) < 0))
     result = torch.exp(y * torch.log(size))
     result = torch.where(is_negative & is_odd, -result, result)
-    result = torch.where((x < 0) & (size != _INF) & ~is_whole, float("nan"), result)
-    is_one = (y == 0) | (x == 1) | ((x == -1) & (torch.abs(y) == _INF))
+    result = torch.where((x < 0) & (size != math.inf) & ~is_whole, math.nan, result)
+    is_one = (y == 0) | (x == 1) | ((x == -1) & (torch.abs(y) == math.inf))
     return torch.where(is_one, 1.0, result).to(dtype)
 
 
@@ -49,7 +48,7 @@ def power_of_number(base: Number, exponent: torch.Tensor) -> Any:
     dtype = torch.result_type(base, exponent)
     if not dtype.is_floating_point:
         return _UNCHANGED
-    if not (0 < base < _INF and base != 1):
+    if not (0 < base < math.inf and base != 1):
         return power(torch.full((), base, dtype=dtype, device=exponent.device), exponent)
     if exponent.dtype is dtype:
         return _UNCHANGED
@@ -70,7 +69,7 @@ def power_to_number(base: torch.Tensor, exponent: Number) -> Any:
         return power(base, torch.full((), exponent, dtype=base.dtype, device=base.device))
     if exponent != int(exponent):
         result = torch.exp(exponent * torch.log(torch.abs(base)))
-        return torch.where((base < 0) & (base != -_INF), float("nan"), result)
+        return torch.where((base < 0) & (base != -math.inf), math.nan, result)
     return torch.reciprocal(torch.pow(base, -exponent)) if exponent < 0 else _UNCHANGED
 
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from lowering.stages.structured import inputs_of
+
 _LOAD, STORE = "iree_tensor_ext.dispatch.tensor.load", "iree_tensor_ext.dispatch.tensor.store"
 # What is no arithmetic in the body of a loop: comparisons, choices, casts, indexing.
 _FREE = ("arith.cmp", "arith.select", "arith.constant", "arith.index", "arith.ext", "arith.trunc")
@@ -67,7 +69,7 @@ def _flops(op: Any) -> int | None:
 
 def _attention(op: Any) -> int | None:
     """Count the two matrix products: query by key, and that by value."""
-    output = len(op.operands) - len(op.results)
+    output = len(inputs_of(op))
     first, second = _times(2, _loops(op, (0, 1))), _times(2, _loops(op, (2, output)))
     return first + second if first is not None and second is not None else None
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from lowering.stages.structured import inputs_of
+
 # Ops whose result is (part of) the memory of their first operand.
 _VIEWS = frozenset(
     {"tensor.cast", "tensor.collapse_shape", "tensor.expand_shape", "tensor.extract_slice"}
@@ -64,8 +66,4 @@ def only_reads(op: Any, index: int) -> bool:
     name = op.operation.name
     if name == "tensor.insert_slice":
         return index != 1  # the tensor that is inserted into
-    return name.startswith(("linalg.", "tm_tensor.")) and index < _input_count(op)
-
-
-def _input_count(op: Any) -> int:
-    return len(op.operands) - len(op.results)  # each result has the operand that it starts from
+    return name.startswith(("linalg.", "tm_tensor.")) and index < len(inputs_of(op))

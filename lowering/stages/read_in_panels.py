@@ -10,6 +10,7 @@ from lowering.cpu import best_for
 from lowering.stages.barrier import behind_barrier
 from lowering.stages.factors import VIEWS, is_plain, is_weight, shapes_of, transposed
 from lowering.stages.multiply_tiles import has_tiles, suits_tiles
+from lowering.stages.structured import is_elementwise
 from lowering.stages.symbols import maker_of
 from lowering.stages.templates import floats, replace_by
 from lowering.stages.tile_functions import COLUMNS, ROWS
@@ -116,7 +117,7 @@ def read_in_panels(function: Any, features: Collection[str]) -> None:
         elif op.operation.name == "linalg.transpose":
             with ir.InsertionPoint(op):
                 op.operation.operands[0] = behind_barrier(op.operands[0])
-        elif op.operation.name in VIEWS or _is_elementwise(op.operation):
+        elif op.operation.name in VIEWS or is_elementwise(op):
             computed.update(op.results)
 
 
@@ -218,12 +219,6 @@ def _product_of(op: Any, block: tuple[int, int], *, tiles: bool) -> _Product | N
         is_transposed=source is not None,
         arguments=(x, factor, start),
     )
-
-
-def _is_elementwise(op: Any) -> bool:
-    """Say whether an op computes each number of its result by itself."""
-    kinds = op.attributes["iterator_types"] if op.name == "linalg.generic" else ()
-    return bool(kinds) and all("parallel" in str(kind) for kind in kinds)
 
 
 def work_item(m: int, panels: int, stack: int, rows: int) -> tuple[int, int]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from lowering.stages.barrier import behind_barrier
 from lowering.stages.keep_arguments import only_reads
+from lowering.stages.structured import inputs_of
 
 _FILLS = frozenset({"linalg.fill", "linalg.generic"})
 
@@ -43,7 +44,7 @@ def _is_shared_fill(value: Any) -> bool:
     if not isinstance(value.owner, ir.Operation | ir.OpView) or len(list(value.uses)) < 2:
         return False
     fill = value.owner
-    inputs = list(fill.operands)[: len(fill.operands) - len(fill.results)]
+    inputs = inputs_of(fill)
     is_constant = len(inputs) == 1 and not _has_dimensions(inputs[0])
     return fill.operation.name in _FILLS and is_constant
 

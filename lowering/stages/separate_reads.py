@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from lowering.stages.barrier import behind_barrier
+from lowering.stages.structured import inputs_of, is_elementwise
 
 _MAP = re.compile(r"\((?P<loops>[^)]*)\) -> \((?P<results>.*)\)>")
 
@@ -45,11 +46,9 @@ def _visit_generic(op: Any, reads: dict[Any, _Reads]) -> None:
     from iree.compiler import ir
 
     maps = [_parse(str(text)) for text in op.attributes["indexing_maps"]]
-    count = len(op.operands) - len(op.results)
-    reduces = "reduction" in str(op.attributes["iterator_types"])
+    inputs, reduces = inputs_of(op), not is_elementwise(op)
     found: dict[Any, tuple[_Place, ...]] = {}
-    for i in range(count):
-        operand = op.operands[i]
+    for i, operand in enumerate(inputs):
         read = _moved(reads.get(operand, {}), _to_loops(maps[i]))
         if not reduces and any(_conflict(found.get(root), way) for root, way in read.items()):
             with ir.InsertionPoint(op):
@@ -58,7 +57,7 @@ def _visit_generic(op: Any, reads: dict[Any, _Reads]) -> None:
         for root, way in read.items():
             old = found.get(root, way)
             found[root] = tuple(a or b for a, b in zip(old, way, strict=True))
-    for result, out in zip(op.results, maps[count:], strict=True):
+    for result, out in zip(op.results, maps[len(inputs) :], strict=True):
         reads[result] = dict(_moved(found, _from_loops(out)))
         if reduces:
             reads[result] = {**reads[result], op.operation: _all_of(_rank(result))}

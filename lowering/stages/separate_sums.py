@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowering.stages.barrier import behind_barrier
+from lowering.stages.structured import inputs_of, is_elementwise
 
 _VIEWS = frozenset({"tensor.cast", "tensor.collapse_shape", "tensor.expand_shape"})
 
@@ -22,11 +23,10 @@ def separate_sums(function: Any) -> None:
     from iree.compiler import ir
 
     for op in list(function.regions[0].blocks[0].operations):
-        if not _is_elementwise(op.operation):
+        if not is_elementwise(op):
             continue
-        count = len(op.operands) - len(op.results)
-        made_of = [_made_of(op.operands[i]) for i in range(count)]
-        if not any(map(_is_product_of_any_size, (o for ops in made_of for o in ops))):
+        made_of = [_made_of(value) for value in inputs_of(op)]
+        if not any(_is_product_of_any_size(made) for ops in made_of for made in ops):
             continue
         for i, ops in enumerate(made_of):
             if any(map(_reduces, ops)) and not any(map(_is_product_of_any_size, ops)):
@@ -47,19 +47,15 @@ def _made_of(value: Any) -> set[Any]:
         seen.add(op)
         if op.name in _VIEWS:
             values.append(op.operands[0])
-        elif _is_elementwise(op):
-            values += list(op.operands)[: len(op.operands) - len(op.results)]
+        elif is_elementwise(op):
+            values += inputs_of(op)
         else:
             found.add(op)
     return found
 
 
-def _is_elementwise(op: Any) -> bool:
-    return op.name == "linalg.generic" and "reduction" not in str(op.attributes["iterator_types"])
-
-
 def _reduces(op: Any) -> bool:
-    return bool(op.name == "linalg.generic")
+    return op.name == "linalg.generic" and not is_elementwise(op)
 
 
 def _is_product_of_any_size(op: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tolerances import assert_same
 
 pytestmark = pytest.mark.usefixtures("shared_cache")
 
+Function: TypeAlias = Callable[[torch.Tensor], list[torch.Tensor]]
 INF, NAN = float("inf"), float("nan")
 COMPARISONS = (torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge)
 FLOATS = (0.0, 1.0, 0.5, -1.0, 2.0, INF, -INF, NAN)
@@ -24,6 +26,13 @@ VALUES: dict[torch.dtype, tuple[tuple[float, ...], tuple[float, ...]]] = {
     torch.uint8: ((1,), (0, 1, 0.5, 2)),
     torch.bool: ((0, 1), WHOLE),
 }
+
+
+INPUT = torch.tensor([1.0, 2.0, 3.0])
+
+
+def compiled(function: Function, dynamic: bool = False) -> list[torch.Tensor]:
+    return torch.compile(function, backend="npu_iree", dynamic=dynamic)(INPUT)
 
 
 def compare(x: torch.Tensor, numbers: tuple[float, ...]) -> list[torch.Tensor]:
@@ -42,12 +51,15 @@ def test_of_a_filled_tensor(dtype: torch.dtype) -> None:
             found += compare(torch.full((), value, dtype=dtype), numbers)
         return found
 
-    same(filled)
+    assert_same(compiled(filled), filled(INPUT))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
 def test_of_a_literal(dtype: torch.dtype) -> None:
-    same(lambda y: [y + 1, *compare(torch.tensor([1, 2, 3], dtype=dtype), WHOLE)])
+    def literal(y: torch.Tensor) -> list[torch.Tensor]:
+        return [y + 1, *compare(torch.tensor([1, 2, 3], dtype=dtype), WHOLE)]
+
+    assert_same(compiled(literal), literal(INPUT))
 
 
 def test_of_what_is_computed_of_numbers() -> None:
@@ -58,7 +70,7 @@ def test_of_what_is_computed_of_numbers() -> None:
             found += compare(value, FLOATS)
         return found
 
-    same(computed)
+    assert_same(compiled(computed), computed(INPUT))
 
 
 def test_of_a_tensor_as_long_as_an_input_of_any_length() -> None:
@@ -66,9 +78,4 @@ def test_of_a_tensor_as_long_as_an_input_of_any_length() -> None:
         x = torch.full((y.shape[0],), 2.0)
         return [y + 1, *compare(x, FLOATS), *compare(torch.zeros_like(y), FLOATS)]
 
-    same(filled, dynamic=True)
-
-
-def same(function: Callable[[torch.Tensor], list[torch.Tensor]], dynamic: bool = False) -> None:
-    y = torch.tensor([1.0, 2.0, 3.0])
-    assert_same(torch.compile(function, backend="npu_iree", dynamic=dynamic)(y), function(y))
+    assert_same(compiled(filled, dynamic=True), filled(INPUT))

@@ -1,0 +1,17 @@
+"""What a structured op (of linalg or tm_tensor) reads, and whether it computes number by number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def inputs_of(op: Any) -> list[Any]:
+    """Return what an op reads, without what its results start from: an operand for each result."""
+    return list(op.operands)[: len(op.operands) - len(op.results)]
+
+
+def is_elementwise(op: Any) -> bool:
+    """Say whether an op computes each number of its result by itself."""
+    if op.operation.name != "linalg.generic":
+        return False
+    return all("parallel" in str(kind) for kind in op.attributes["iterator_types"])
