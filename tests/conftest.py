@@ -12,6 +12,7 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import pytest
 import torch
+from hypothesis import register_random
 from torch._dynamo.utils import counters
 
 os.environ["NPU_IREE_CACHE"] = "off"  # but for tests that ask for a cache, or for `shared_cache`
@@ -20,6 +21,18 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from once import folder_of_run, made_once
 from runtime_env import make_runtime_only_python
+
+
+class TorchRandom:
+    """PyTorch's random numbers for Hypothesis, which repeats an example with those it had."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+TORCH_RANDOM = TorchRandom()  # Hypothesis holds it weakly
+register_random(TORCH_RANDOM)
 
 
 @pytest.fixture(autouse=True)

@@ -24,11 +24,19 @@ from tolerances import assert_same
 
 aten = torch.ops.aten
 TARGET = NPU_LOCAL.compile
+Tensors = tuple[torch.Tensor, ...]
 
 
 def graph_of(function: Callable[..., Any], *args: torch.Tensor, mode: str = "real") -> Any:
     traced = make_fx(function, decomposition_table=decomposition_table(), tracing_mode=mode)(*args)
     return capture_aot(traced).graph_module
+
+
+def assert_close_to_largest(actual: Tensors, expected: Tensors) -> None:
+    """Compare with a tolerance of the largest number: sums in another order differ, then cancel."""
+    for one, other in zip(actual, expected, strict=True):
+        largest = max(1.0, other.abs().max().item())
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * largest, equal_nan=True)
 
 
 def ops(graph_module: fx.GraphModule) -> list[str]:
@@ -221,7 +229,6 @@ def images_permuted(graph_module: fx.GraphModule) -> int:
     return sum(image.shape.numel() > max(image.shape) for image in images)
 
 
-Tensors = tuple[torch.Tensor, ...]
 # Between two convolutions: of an image [N, 6, H, W], what broadcasts to it, and another image.
 STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "batch_norm": lambda x, c, y: (x - c.view(-1, 1, 1)) * c.view(1, -1, 1, 1),
@@ -268,7 +275,7 @@ def test_channels_last_in_any_order(steps: list[str], is_output: bool, data: st.
         return (y, other.transpose(1, 3)) if is_output else (y.sum((2, 3)), y.mT.relu())
 
     rewritten = rewrite(graph_of(network, *tensors), TARGET)
-    torch.testing.assert_close(Dense(rewritten).run(*tensors), network(*tensors))
+    assert_close_to_largest(Dense(rewritten).run(*tensors), network(*tensors))
 
 
 @pytest.mark.parametrize(("kernel", "is_written_out"), [(5, True), (6, False)])
@@ -338,8 +345,7 @@ def test_matrices_in_any_order(steps: list[str], data: st.DataObject) -> None:
     tensors = torch.randn(count, places, 6), torch.randn(6), torch.randn(6, 6)
     network = product_network(steps)
     rewritten = rewrite(graph_of(network, *tensors), TARGET)
-    actual = Dense(rewritten).run(*tensors)
-    torch.testing.assert_close(actual, network(*tensors), rtol=1e-3, atol=1e-3)
+    assert_close_to_largest((Dense(rewritten).run(*tensors),), (network(*tensors),))
 
 
 def test_a_target_lists_its_rewrites() -> None:
