@@ -48,6 +48,7 @@ _FUNCTIONS = {
     "few rows": (linalg_to_flow, "mark_few_rows"),
     "exponentials": (linalg_to_flow, "store_exponentials"),
     "panels": (linalg_to_flow, "read_in_panels"),
+    "registers": (flow_to_vmfb, "block_convolutions"),
     "matrix unit": (read_in_panels, "has_tiles"),
 }
 
@@ -101,6 +102,10 @@ def _softmax(x: torch.Tensor) -> torch.Tensor:
 
 def _conv_case(x: Sequence[int], weight: Sequence[int], **window: int) -> Case:
     return Case(_conv(**window), [x, weight, weight[:1]], "convolutions")
+
+
+def _conv2d(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return functional.conv2d(x, weight, padding=1)
 
 
 def _bottleneck(x: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -167,6 +172,8 @@ CASES = {
         [(1, 576, 14, 14), (576, 1, 3, 3)],
         "convolutions",
     ),
+    "conv2d 128 k3 of 28": Case(_conv2d, [(8, 128, 28, 28), (128, 128, 3, 3)], "registers"),
+    "conv2d 64 k3 of 56": Case(_conv2d, [(1, 64, 56, 56), (64, 64, 3, 3)], "registers"),
     "bottleneck 256-64 of 56": Case(
         _bottleneck, [(1, 256, 56, 56), (64, 256, 1, 1), (256, 64, 1, 1)], "channels_last"
     ),

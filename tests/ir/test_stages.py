@@ -217,9 +217,7 @@ def test_a_product_is_computed_by_tiles_where_that_is_faster(
         ("sapphirerapids", 64, 28, {}, {28: 1}),
         ("sapphirerapids", 64, 56, {"stride": 2}, {28: 1}),
         ("sapphirerapids", 64, 26, {"dilation": (2, 1), "padding": (2, 1)}, {}),
-        ("sapphirerapids", 48, 28, {}, {}),  # no whole number of steps
         ("sapphirerapids", 64, 37, {}, {}),  # no whole number of blocks
-        ("skylake-avx512", 64, 28, {}, {}),
     ],
 )
 def test_a_convolution_is_computed_by_tiles_where_rows_are_whole_blocks(
@@ -239,9 +237,6 @@ def test_a_convolution_is_computed_by_tiles_where_rows_are_whole_blocks(
         session.compile(module, begin="flow", end="executable-configurations")
         features = session.features
         with session.context:
-            before = str(module)
-            block_convolutions(module, [f for f in features if not f.startswith("amx")])
-            assert str(module) == before, "on a CPU without the unit"
             block_convolutions(module, features)
             vectors = re.findall(r"vector_common_parallel = \[1, 1, (\d+), 32, 0", str(module))
             assert Counter(map(int, vectors)) == loops
@@ -253,6 +248,44 @@ def test_a_convolution_is_computed_by_tiles_where_rows_are_whole_blocks(
     assert Counter(map(int, re.findall(r"llvm\.call @npu_iree\.multiply_(\d+)_", text))) == loops
     assert count(r"llvm\.func @main_dispatch_\d+_conv_", text) == 1
     assert count(r"llvm\.intr\.fmuladd", text) > 0, "the loops stay, for what tiles cannot do"
+
+
+@pytest.mark.parametrize(
+    ("cpu", "channels", "places", "made", "block"),
+    [
+        ("skylake-avx512", 64, 28, 64, (14, 32)),
+        ("skylake-avx512", 3, 40, 32, (10, 32)),
+        ("sapphirerapids", 48, 28, 64, (14, 32)),  # no whole number of tiles
+        ("haswell", 64, 30, 48, (6, 16)),
+        ("skylake-avx512", 64, 28, 48, None),  # no whole number of blocks
+        ("haswell", 64, 37, 64, None),
+        ("nehalem", 64, 28, 64, None),
+    ],
+)
+def test_a_convolution_is_computed_in_blocks_that_fill_registers(
+    lowered: Lower, cpu: str, channels: int, places: int, made: int, block: tuple[int, int] | None
+) -> None:
+    """Of a row of places by some features; all of the sums are in registers."""
+    ir = lowered(
+        lambda x, w: torch.relu(torch.conv2d(x, w, padding=1)),
+        torch.zeros(1, channels, 20, places), torch.zeros(made, channels, 3, 3), weights=1,
+    )  # fmt: skip
+    (flags,) = (c.flags for c in target_for(cpu).candidates if c.name == "channels-last-packed")
+    options = CompileOptions(flags=flags, parameters={"main": ("w",)})
+    with IreeSession(options) as session:
+        module = session.parse(ir["torch-to-linalg"])
+        form_dispatches(session, module, options)
+        session.compile(module, begin="flow", end="executable-configurations")
+        with session.context:
+            before = str(module)
+            block_convolutions(module, session.features)
+            assert (str(module) != before) == (block is not None)
+        if block is None:
+            return
+        session.compile(module, begin="executable-configurations", end="executable-targets")
+        multiplied = re.findall(r"llvm\.intr\.fmuladd\(.*(vector<\d+xf32>)", str(module))
+        width, columns = block
+        assert Counter(multiplied) == {f"vector<{columns}xf32>": width}
 
 
 @pytest.mark.parametrize(
