@@ -87,12 +87,8 @@ def convolution_backward(
         whole = aten.convolution.default(gradient, weight, None, *places, False, [0] * rank, groups)
         of_x = _cut(whole, x.shape[2:])
     elif output_mask[0]:
-        reached = [
-            (n - 1) * s - 2 * p + d * (k - 1) + 1
-            for n, s, p, d, k in zip(gradient.shape[2:], *places, kernel, strict=True)
-        ]
-        unread = [n - r for n, r in zip(x.shape[2:], reached, strict=True)]
-        of_x = _transposed(gradient, weight, *places, unread, groups)
+        rest = unread(gradient.shape[2:], x.shape[2:], kernel, *places)
+        of_x = _transposed(gradient, weight, *places, rest, groups)
     if output_mask[1]:
         pair = (gradient, x) if transposed else (x, gradient)
         of_weight = _weight_gradient(*pair, kernel, *places, groups)
@@ -125,19 +121,52 @@ def _transposed(
         [N, F, ...].
     """
     rank = x.dim() - 2
-    amounts: list[int] = []
-    for i in range(rank):
-        x = spread(x, 2 + i, stride[i])
-        reach = dilation[i] * (weight.shape[2 + i] - 1) - padding[i]
-        amounts = [reach, reach + output_padding[i], *amounts]
+    kernel = weight.shape[2:]
+    apart = spread_all(x, kernel, stride, padding, dilation, output_padding)
     grouped = weight.reshape(groups, -1, *weight.shape[1:]).transpose(1, 2)
-    flipped = grouped.reshape(-1, grouped.shape[2], *weight.shape[2:]).flip([*range(2, 2 + rank)])
-    padded = aten.constant_pad_nd.default(x, amounts, 0)
+    flipped = grouped.reshape(-1, grouped.shape[2], *kernel).flip([*range(2, 2 + rank)])
     ones, zeros = [1] * rank, [0] * rank
     result: torch.Tensor = aten.convolution.default(
-        padded, flipped, None, ones, zeros, dilation, False, zeros, groups
+        apart, flipped, None, ones, zeros, dilation, False, zeros, groups
     )
     return result
+
+
+def spread_all(
+    x: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    output_padding: Sequence[int],
+) -> torch.Tensor:
+    """Spread all dimensions but the first two, and pad them for a flipped weight to pass over."""
+    amounts: list[int] = []
+    for i, size in enumerate(kernel):
+        x = spread(x, 2 + i, stride[i])
+        reach = dilation[i] * (size - 1) - padding[i]
+        amounts = [reach, reach + output_padding[i], *amounts]
+    padded: torch.Tensor = aten.constant_pad_nd.default(x, amounts, 0)
+    return padded
+
+
+def unread(
+    gradient: Sequence[int],
+    x: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> list[int]:
+    """Return how many elements at the end of each dimension no window of a convolution reaches.
+
+    Args:
+        gradient: sizes of the result, without the first two.
+        x: sizes of what was convolved, without the first two.
+        kernel, stride, padding, dilation: of the convolution.
+    """
+    sizes = zip(gradient, x, kernel, stride, padding, dilation, strict=True)
+    return [n - ((g - 1) * s - 2 * p + d * (k - 1) + 1) for g, n, k, s, p, d in sizes]
 
 
 def _weight_gradient(

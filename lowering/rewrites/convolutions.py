@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lowering.decompositions.convolution import spread
+from lowering.decompositions.convolution import spread, spread_all, unread
 from lowering.decompositions.halves import widened
 from lowering.rewrites.rule import Rule
 from lowering.rewrites.windows import MOST_PLACES, Window, to_first, to_last, windows
@@ -26,6 +26,7 @@ _UNCHANGED: Any = NotImplemented
 # Up to here a window of an image is written out: ResNet-18 takes 0.57 of the time with 256 (16x16)
 # and with 800; at batch 8, 0.63 and 0.75.
 _SMALL_IMAGE = 256
+_MOST_PLACES_OF_GRADIENT = 64  # of a window, for the gradient of the weight
 
 
 def convolution(
@@ -93,29 +94,28 @@ def convolution_backward(
 ) -> Any:
     """Rewrite `aten.convolution_backward` of what `convolution` writes as a product.
 
+    Of images, the input's gradient is a convolution of the spread gradient with the flipped weight.
+
     Before: %gx, %gw, %gb = convolution_backward(%g, %x, %w, ...)             with %g of [N, F, M]
     After:  %gw = sum over N of matmul(%g, permute(%c, [0, 2, 1])), with %c as in `convolution`
             %1 = matmul(view(permute(%w, [2, 1, 0]), [K * C, F]), %g)               [N, K * C, M]
             %gx = the sum of the K parts of %1, each put where its place of the window stood
             %gb = sum(%g, [0, 2])
     """
-    if transposed or groups != 1 or x.dim() != 3 or not _is_small(x, weight):
+    is_images = _is_images(x, weight) and math.prod(weight.shape[2:]) <= _MOST_PLACES_OF_GRADIENT
+    if transposed or groups != 1 or not (is_images or (x.dim() == 3 and _is_small(x, weight))):
         return _UNCHANGED
     kinds = x.dtype, weight.dtype
     gradient, x, weight = widened(gradient), widened(x), widened(weight)
-    features, channels, places = weight.shape
+    window = Window.of(x.dim() - 2, weight.shape[2:], stride, padding, dilation)
     of_x = of_weight = of_bias = None
     if output_mask[0]:
-        columns = torch.matmul(_rows(weight).t(), gradient)
-        parts = [columns.narrow(1, i * channels, channels) for i in range(places)]
-        of_x = _put_back(parts, x.shape[2], stride, padding, dilation).to(kinds[0])
+        of_input = _gradient_of_images if is_images else _gradient_of_rows
+        of_x = of_input(gradient, x, weight, window).to(kinds[0])
     if output_mask[1]:
-        window = Window.of(1, [places], stride, padding, dilation)
-        seen = torch.cat(windows(x.transpose(1, 2), window), -1).flatten(0, 1)
-        whole = torch.mm(gradient.transpose(0, 1).reshape(features, -1), seen)
-        of_weight = whole.view(features, places, channels).permute(0, 2, 1).to(kinds[1])
+        of_weight = _gradient_of_weight(gradient, x, weight, window).to(kinds[1])
     if output_mask[2]:
-        of_bias = gradient.sum([0, 2]).to(kinds[1])
+        of_bias = gradient.sum([0, *range(2, x.dim())]).to(kinds[1])
     return of_x, of_weight, of_bias
 
 
@@ -161,6 +161,42 @@ def _by_channel(x: torch.Tensor, weight: torch.Tensor, window: Window) -> torch.
     places = weight.flatten(1).t().contiguous().unbind(0)
     products = [piece * place for piece, place in zip(windows(x, window), places, strict=True)]
     return functools.reduce(torch.add, products)
+
+
+def _gradient_of_images(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, window: Window
+) -> torch.Tensor:
+    """Convolve the spread gradient with the flipped weight; of one element, spread the product."""
+    kernel, *places = window
+    rest = unread(gradient.shape[2:], x.shape[2:], kernel, *places)
+    is_single = math.prod(kernel) == 1
+    seen = gradient if is_single else spread_all(gradient, *window, rest)
+    flipped = weight.transpose(0, 1).flip([2, 3])
+    args = (seen, flipped, None, [1, 1], [0, 0], window.dilation, False, [0, 0], 1)
+    y = convolution(*args)
+    if y is _UNCHANGED:
+        y = aten.convolution.default(*args)
+    return spread_all(y, *window, rest) if is_single else y
+
+
+def _gradient_of_rows(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, window: Window
+) -> torch.Tensor:
+    """Multiply the gradient by the weight, and put each place of the window where it stood."""
+    _, channels, places = weight.shape
+    columns = torch.matmul(_rows(weight).t(), gradient)
+    parts = [columns.narrow(1, i * channels, channels) for i in range(places)]
+    return _put_back(parts, x.shape[2], window.stride, window.padding, window.dilation)
+
+
+def _gradient_of_weight(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, window: Window
+) -> torch.Tensor:
+    """Multiply the gradient, `[F, M]`, by what the windows saw, `[M, K * C]`."""
+    features, channels, *_ = weight.shape
+    seen = torch.cat(windows(x.permute(to_last(x.dim())), window), -1).flatten(0, -2)
+    whole = torch.mm(gradient.transpose(0, 1).reshape(features, -1), seen)
+    return whole.view(features, -1, channels).transpose(1, 2).reshape(weight.shape)
 
 
 def _put_back(

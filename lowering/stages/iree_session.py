@@ -12,6 +12,7 @@ from lowering.stages import CompileOptions
 from lowering.stages.mlir_context import MlirContext
 
 DATA_TILING = "--iree-opt-data-tiling"
+CHANNELS_LAST = "iree-preprocessing-convert-conv-to-channels-last"
 # Of a matrix product, in 2 CPUs: a weight is read from memory once for every so many bytes of rows.
 # In IREE's own 64 KiB it is read 4 times for 64 rows, which takes up to 1.8 times as long.
 _TILE_BYTES, _LEAST_TILE_BYTES = 1 << 20, 1 << 16

@@ -9,7 +9,7 @@ from lowering.abi import PARAMETER_SCOPE
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.barrier import drop_barriers
 from lowering.stages.call_kernels import link_kernels
-from lowering.stages.iree_session import DATA_TILING, IreeSession
+from lowering.stages.iree_session import CHANNELS_LAST, DATA_TILING, IreeSession
 from lowering.stages.keep_arguments import keep_arguments
 from lowering.stages.read_by_rows import mark_few_rows, read_by_rows
 from lowering.stages.read_in_panels import read_in_panels
@@ -17,6 +17,7 @@ from lowering.stages.separate_fills import separate_fills
 from lowering.stages.separate_pieces import separate_pieces
 from lowering.stages.separate_reads import separate_reads
 from lowering.stages.separate_sums import separate_sums
+from lowering.stages.separate_weights import separate_weights
 from lowering.stages.store_exponentials import store_exponentials
 from lowering.stages.symbols import symbol_of
 
@@ -76,6 +77,8 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 separate_reads(function)
                 separate_sums(function)
                 separate_pieces(function)
+                if any(CHANNELS_LAST in flag for flag in options.flags):
+                    separate_weights(function)
                 if _is_for_cpu(options):
                     mark_few_rows(function)
                 read_in_panels(function, features)

@@ -288,6 +288,24 @@ def test_a_convolution_is_computed_in_blocks_that_fill_registers(
         assert Counter(multiplied) == {f"vector<{columns}xf32>": width}
 
 
+@pytest.mark.parametrize("weights", [0, 1])
+def test_a_convolution_reads_channels_last_whatever_its_weight_is(
+    lowered: Lower, weights: int
+) -> None:
+    """A weight that is a parameter is transposed at load; another, by a program of its own."""
+    ir = lowered(
+        lambda x, w: torch.conv2d(x.abs(), w.abs(), padding=1),
+        torch.zeros(2, 8, 20, 28), torch.zeros(32, 8, 3, 3), weights=weights,
+    )  # fmt: skip
+    (flags,) = (c.flags for c in NPU_LOCAL.compile.candidates if c.name == "channels-last-packed")
+    options = CompileOptions(flags=flags, parameters={"main": ("w",) if weights else ()})
+    with IreeSession(options) as session:
+        module = session.parse(ir["torch-to-linalg"])
+        form_dispatches(session, module, options)
+        text = str(module)
+    assert count(r"ins\(%\w+, %\w+ : tensor<2x22x30x8xf32>, tensor<3x3x8x32xf32>\)", text) == 1
+
+
 @pytest.mark.parametrize(
     ("cpu", "columns", "fmas"),
     [

@@ -163,6 +163,31 @@ def test_images(data: st.DataObject) -> None:
     torch.testing.assert_close(rewritten(*tensors), expected, rtol=1e-4, atol=1e-4)
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_gradients_of_images(data: st.DataObject) -> None:
+    pair = functools.partial(pair_of, data)
+    kernel, stride, padding, dilation = pair(1, 9), pair(1, 3), pair(0, 2), pair(1, 2)
+    x, weight = torch.randn(2, 4, *pair(1, 20)), torch.randn(3, 4, *kernel)
+    mask = [*pair_of(data, 0, 1), 1]
+    rest = stride, padding, dilation, False, [0, 0], 1
+    try:
+        gradient = torch.randn_like(aten.convolution.default(x, weight, None, *rest))
+    except RuntimeError:  # the window is larger than the input
+        assume(False)
+
+    def differentiate(*given: torch.Tensor) -> list[torch.Tensor]:
+        made = aten.convolution_backward.default(*given, [3], *rest, [*map(bool, mask)])
+        return [value for value, is_made in zip(made, mask, strict=True) if is_made]
+
+    tensors = gradient, x, weight
+    rewritten = rewrite(graph_of(differentiate, *tensors), TARGET)
+    is_left = "aten.convolution_backward.default" in ops(rewritten)
+    assert is_left == (kernel[0] * kernel[1] > 64)
+    for one, other in zip(rewritten(*tensors), differentiate(*tensors), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+
+
 @st.composite
 def moves(draw: st.DrawFn) -> Callable[[torch.Tensor], torch.Tensor]:
     """Draw slices and permutations, one after the other."""
