@@ -14,6 +14,10 @@ def parameter_name(index: int) -> str:
     return f"p{index}"
 
 
+# Functions of a module: lend it memory for what a call computes on the way, and take it back.
+LEND, TAKE_BACK = "lend$memory", "take$back"
+LENT_BYTES = "lent_bytes"  # reflected by the first: how much
+
 BOUND = "bound"  # reflected by a bind function: see `Binding.read`
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -11,10 +12,20 @@ from typing import Any
 
 from iree.runtime import _binding as hal
 
-from lowering.abi import BOUND, ENTRY, PARAMETER_SCOPE, Binding, bind_function
+from lowering.abi import (
+    BOUND,
+    ENTRY,
+    LEND,
+    LENT_BYTES,
+    PARAMETER_SCOPE,
+    TAKE_BACK,
+    Binding,
+    bind_function,
+)
 from lowering.artifact import Artifact
 from lowering.dtypes import DTYPES
 from lowering.signature import TensorSpec
+from npu_iree.arenas import Arena
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device
 from npu_iree.errors import DeviceError
@@ -26,6 +37,7 @@ _View: Any = hal.HalBufferView
 # Up to this effort a call runs on the calling thread. At the limit that takes 5 to 50 us, about as
 # long as a thread takes to wake (on idle virtual CPUs, two of them: 25 to 60 us of each call).
 INLINE_EFFORT = 1 << 17
+_MOST_ARENAS = 2  # that an executable keeps: a call may be submitted while another is under way
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,9 @@ class Executable:
         self._queue: _Lane
         self._inline: _Lane | None = None  # loaded at the first small call
         self._bound: list[Timepoint] = []
+        self._lend_function = self._module.lookup_function(LEND)
+        self._lent: Arena | None = None
+        self._arenas = deque[Arena](maxlen=_MOST_ARENAS)
         self._binders = sorted(self._find_binders(), key=itemgetter(0))
         self._rebindable = {b.parameters[0] for b, _ in self._binders if len(b.parameters) == 1}
         self.functions = {name: Function(self, name) for name in artifact.entries}
@@ -81,7 +96,30 @@ class Executable:
             modules.append(hal.create_io_parameters_module(_INSTANCE, provider))
         queue = self._loaded(self._device.hal, modules)
         with self._lock:
-            self._queue = queue
+            self._queue, self._lent = queue, None
+
+    def lend(self, points: Sequence[Timepoint]) -> Arena | None:
+        """Lend the module memory for the call that is submitted next, if there is any for it.
+
+        The caller holds the lock, and has the arena end with the call.
+
+        Args:
+            points: what the call waits for.
+        """
+        arenas, lent = self._device.arenas, self._lent
+        if lent is not None and arenas.lend_again(lent, points):
+            return lent
+        nbytes = int(self._lend_function.reflection[LENT_BYTES])
+        self._lent = arenas.lend(nbytes, points)
+        if self._lent is not None:
+            memory = hal.VmVariantList(1)
+            memory.push_ref(self._lent.buffer)
+            self._queue.context.invoke(self._lend_function, memory, hal.VmVariantList(0))
+            self._arenas.append(self._lent)
+        elif lent is not None:
+            take_back = self._module.lookup_function(TAKE_BACK)
+            self._queue.context.invoke(take_back, hal.VmVariantList(0), hal.VmVariantList(0))
+        return self._lent
 
     def _loaded(self, device: Any, modules: Sequence[Any] = ()) -> _Lane:
         hal_module = hal.create_hal_module(_INSTANCE, device)
@@ -224,14 +262,19 @@ class Function:
         inputs.push_ref(fence)
         inputs.push_ref(signal)
         results = _List(len(self._outputs))
+        arena: Arena | None = None
         try:
             with executable._lock:
+                if executable._lend_function is not None and lane is executable._queue:
+                    arena = executable.lend(points)
                 lane.context.invoke(self._function, inputs, results)
         except RuntimeError as error:
             for point in points:  # what has failed already fails this, and tells better why
                 point.is_reached()
             raise DeviceError(self.work.name, self.work.ops, str(error)) from error
         ready = Timepoint(signal, self.work, ahead)
+        if arena is not None:
+            arena.end_with(ready)
         if lane is not executable._queue:
             ready.look()
         views = [results.get_as_object(i, _View) for i in range(len(self._outputs))]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import mmap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +14,7 @@ from iree.runtime import _binding as hal
 from npu_iree.frozen import bytes_at
 from npu_iree.timeline import Timepoint, Work, joined, new_fence, submitted
 
+_LARGE_PAGE = 2 << 20  # bytes: a page table's, on x86-64 and AArch64
 _DEVICE_LOCAL = int(hal.MemoryType.DEVICE_LOCAL)
 _STAGING = int(hal.MemoryType.HOST_LOCAL | hal.MemoryType.DEVICE_VISIBLE)
 _DEVICE_USAGE = int(hal.BufferUsage.DEFAULT)
@@ -66,6 +69,13 @@ class Memory(Protocol):
     def parameter(self, tensor: torch.Tensor) -> Any:
         """Return bytes for IREE's parameter provider; they own what they need."""
 
+    def reserve(self, nbytes: int) -> tuple[Any, Callable[[], None]]:
+        """Return a buffer that stays, and what gives its pages back to the system meanwhile.
+
+        Raises:
+            OSError, MemoryError, RuntimeError: there is not so much memory.
+        """
+
 
 class UnifiedMemory:
     """Host memory is device memory: importing and exporting hand over the same bytes."""
@@ -89,6 +99,14 @@ class UnifiedMemory:
     def parameter(self, tensor: torch.Tensor) -> Any:
         """Return the tensor's own memory."""
         return _bytes_of(tensor)
+
+    def reserve(self, nbytes: int) -> tuple[Any, Callable[[], None]]:
+        """Return memory of this process, in large pages where the system has them."""
+        pages = _reserved(-(-nbytes // _LARGE_PAGE) * _LARGE_PAGE + _LARGE_PAGE)
+        whole = torch.frombuffer(pages, dtype=torch.uint8)
+        memory = whole[-whole.data_ptr() % _LARGE_PAGE :][:nbytes]
+        view = self._device.from_dlpack_capsule(torch._C._to_dlpack(memory))
+        return view.get_buffer(), lambda: _advise(pages, "MADV_DONTNEED")
 
 
 class DiscreteMemory:
@@ -141,12 +159,33 @@ class DiscreteMemory:
         self.count.h2d_bytes += tensor.nbytes
         return _bytes_of(tensor.clone())
 
+    def reserve(self, nbytes: int) -> tuple[Any, Callable[[], None]]:
+        """Return memory of the device, which is freed with its last handle."""
+        buffer = self._allocator.allocate_buffer(_DEVICE_LOCAL, _DEVICE_USAGE, nbytes)
+        return buffer, lambda: None
+
     def _staging(self, nbytes: int) -> Any:
         return self._allocator.allocate_buffer(_STAGING, _STAGING_USAGE, nbytes)
 
     def _as_tensor(self, staging: Any, nbytes: int) -> torch.Tensor:
         view = hal.HalBufferView(staging, [nbytes], int(hal.HalElementType.UINT_8))
         return torch.utils.dlpack.from_dlpack(self._device.create_dlpack_capsule(view, 1, 0))
+
+
+def _reserved(nbytes: int) -> mmap.mmap:
+    """Return memory that the system backs when it is written to."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, nbytes)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _advise(pages, "MADV_HUGEPAGE")
+    return pages
+
+
+def _advise(pages: mmap.mmap, advice: str) -> None:
+    """Tell the system what memory is for, if it can be told, and knows of such advice."""
+    if hasattr(mmap, advice):
+        with contextlib.suppress(OSError):  # a kernel without large pages
+            pages.madvise(getattr(mmap, advice))
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:

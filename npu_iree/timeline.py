@@ -17,6 +17,7 @@ from iree.runtime import _binding as hal
 from npu_iree.errors import DeviceError, DeviceTimeoutError
 
 NO_WAIT: Any = hal.HalFence(0)
+_MOST_LOOKED_AT = 64  # points of a history
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,17 @@ class Timepoint:
         if is_reached:
             self._has_ended()
         return bool(is_reached)
+
+    def follows(self, other: Timepoint) -> bool:
+        """Say whether the work begins after another, if that is not far back in its history."""
+        looked, found = 0, [self]
+        while found and looked < _MOST_LOOKED_AT:
+            point = found.pop()
+            if point is other:
+                return True
+            found += point._after
+            looked += 1
+        return False
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the work has ended; releases the interpreter lock meanwhile.

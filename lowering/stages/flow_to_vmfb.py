@@ -8,6 +8,7 @@ from lowering.stages import CompileOptions, Stage
 from lowering.stages.bind_functions import add_bind_functions
 from lowering.stages.block_convolutions import block_convolutions
 from lowering.stages.iree_session import DATA_TILING, IreeSession
+from lowering.stages.lend_memory import lend_memory
 from lowering.stages.multiply_tiles import multiply_tiles
 from lowering.stages.read_ahead import read_ahead
 from lowering.stages.read_rows_ahead import read_rows_ahead
@@ -22,7 +23,8 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
     With data tiling, products read ahead (`lowering.stages.read_ahead`, `lowering.stages.
     read_rows_ahead`), or use the CPU's matrix unit (`lowering.stages.multiply_tiles`), as
     convolutions do (`lowering.stages.block_convolutions`): `iree-compile --compile-from=flow` on
-    the same input gives the same code without these.
+    the same input gives the same code without these. Such modules can be lent memory, too
+    (`lowering.stages.lend_memory`).
 
     Args:
         flow_asm: one module, as `linalg-to-flow` leaves it.
@@ -52,6 +54,7 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
                 multiply_tiles(module, features)
                 read_ahead(module, features)
                 read_rows_ahead(module)
+                lend_memory(module)
             begin = "executable-targets"
         session.compile(module, begin=begin).output_vm_bytecode(output)
         return bytes(output.map_memory())

@@ -37,3 +37,9 @@ def constant_of(value: Any) -> int | None:
     """Return the number that a value of the LLVM dialect is; None if it is computed."""
     is_constant = maker_of(value) == "llvm.mlir.constant"
     return value.owner.attributes["value"].value if is_constant else None
+
+
+def constant_of_index(value: Any) -> int | None:
+    """Return the number that an index is; None if it is computed."""
+    is_constant = maker_of(value) == "arith.constant"
+    return value.owner.attributes["value"].value if is_constant else None

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from iree.runtime import _binding as hal
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from lowering.abi import LEND, LENT_BYTES, TAKE_BACK
 from lowering.capabilities import load_capabilities
 from lowering.capture import capture_aot
 from lowering.decompositions import decomposition_table
@@ -559,3 +561,19 @@ def test_softmax_keeps_its_exponentials(
     flow = lowered(function, torch.zeros(16, 1504))["linalg-to-flow"]
     assert count("math.exp ", flow) == is_kept
     assert count("linalg.softmax", flow) == (not is_kept)
+
+
+def test_a_module_is_lent_what_its_entry_point_allocates(lowered: Lower) -> None:
+    """Only if that is much; and what binds parameters, while calls are under way, takes none."""
+
+    def chain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x @ w, -1) @ w
+
+    for rows, is_lent in ((1024, True), (8, False)):
+        region = region_of(chain, torch.zeros(rows, 512), torch.zeros(512, 512), weights=1)
+        vmfb = compile_program(Program.of(region), NPU_LOCAL.compile).vmfb
+        module = hal.VmModule.copy_buffer(hal.VmInstance(), vmfb)
+        function = module.lookup_function(LEND)
+        assert (function is not None) == is_lent == (TAKE_BACK in module.function_names)
+        if is_lent:
+            assert int(function.reflection[LENT_BYTES]) >= rows * 512 * 4

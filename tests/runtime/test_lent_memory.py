@@ -1,0 +1,147 @@
+"""Calls compute on memory that stays, whatever is under way beside them."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from iree.runtime import _binding as hal
+
+import npu_iree
+from npu_iree.executable import Executable
+from npu_iree.runner import Runner
+from tolerances import assert_same
+
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
+MIB = 1 << 20
+Function = Callable[[torch.Tensor], torch.Tensor]
+Compile = Callable[..., Runner]
+
+
+def chain(x: torch.Tensor) -> torch.Tensor:
+    """On the way, 4 MiB at a time are needed."""
+    return ((x @ x / 32).relu() @ x / 32).amax(0)
+
+
+def short_chain(x: torch.Tensor) -> torch.Tensor:
+    return (x[:, :512] @ x[:512] / 32).relu().amax(0).sort().values
+
+
+@pytest.fixture(params=["npu-local", "npu-virtual"])
+def device(request: pytest.FixtureRequest) -> npu_iree.Device:
+    gc.collect()
+    opened = npu_iree.open_device(request.param)
+    opened.arenas.release()
+    return opened
+
+
+def executable_of(runner: Runner) -> Executable:
+    (executable,) = runner.executables.values()
+    return executable
+
+
+def compiled(function: Function, device: npu_iree.Device) -> Function:
+    return torch.compile(function, backend="npu_iree", options={"target": device.target.name})
+
+
+def images() -> list[torch.Tensor]:
+    return [torch.randn(1024, 1024) for _ in range(3)]
+
+
+def test_calls_have_the_same_memory(device: npu_iree.Device) -> None:
+    fast = compiled(chain, device)
+    held = device.arenas.nbytes
+    for x in images():
+        assert_same(fast(x), chain(x))
+        assert device.arenas.nbytes >= held + 4 * MIB
+    first = device.arenas.nbytes
+    for x in images():
+        assert_same(fast(x), chain(x))
+    assert device.arenas.nbytes == first
+
+
+def test_graphs_share_memory(device: npu_iree.Device) -> None:
+    fast, other = compiled(chain, device), compiled(short_chain, device)
+    x, *_ = images()
+    assert_same(fast(x), chain(x))
+    first = device.arenas.nbytes
+    assert_same(other(x), short_chain(x))
+    assert_same(fast(x), chain(x))
+    assert device.arenas.nbytes == first
+
+
+def test_calls_under_way_at_once_have_memory_of_their_own(
+    device: npu_iree.Device, compile_function: Compile
+) -> None:
+    """One that waits holds none that the other would need."""
+    x = images()[0]
+    function = executable_of(compile_function(chain, x, target=device.target.name)).functions[
+        "main"
+    ]
+    handles = [device.put(value) for value in (x, 2 * x)]
+    device.synchronize()
+    with device.hold():
+        (held,) = function(handles[0])
+    outputs = [function(handle)[0] for handle in handles for _ in range(3)]
+    expected = [chain(x)] * 4 + [chain(2 * x)] * 3
+    for handle, value in zip([held, *outputs], expected, strict=True):
+        assert_same(handle.to_host(timeout_s=30), value)
+
+
+def test_a_chain_of_calls_has_one_arena(device: npu_iree.Device, compile_function: Compile) -> None:
+    """Each waits for the one before, so they may all be submitted at once."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return (x @ x / 32).relu() @ x / 32
+
+    x = images()[0] / 4
+    executable = executable_of(compile_function(step, x, target=device.target.name))
+    handle = device.put(x)
+    handle.wait()
+    expected = x
+    for _ in range(6):
+        (handle,) = executable.functions["main"](handle)
+        expected = step(expected)
+    assert len(executable._arenas) == 1
+    assert_same(handle.to_host(timeout_s=30), expected)
+
+
+def test_memory_goes_with_what_was_compiled(device: npu_iree.Device) -> None:
+    before = device.arenas.nbytes
+    fast = compiled(chain, device)
+    fast(images()[0])
+    assert device.arenas.nbytes > before
+    del fast
+    torch._dynamo.reset()
+    gc.collect()
+    assert device.arenas.nbytes == before
+
+
+def test_released_memory_is_there_again_in_the_next_call(device: npu_iree.Device) -> None:
+    fast, (x, y, _) = compiled(chain, device), images()
+    assert_same(fast(x), chain(x))
+    device.arenas.release()
+    assert device.arenas.nbytes == 0
+    assert_same(fast(y), chain(y))
+    assert device.arenas.nbytes >= 4 * MIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_released_memory_is_the_systems() -> None:
+    device = npu_iree.open_device("npu-local")
+    buffer, release = device.memory.reserve(64 * MIB)
+    view = hal.HalBufferView(buffer, [64 * MIB], int(hal.HalElementType.UINT_8))
+    tensor = device.as_tensor(view, torch.uint8).fill_(1)
+    before = resident()
+    release()
+    assert resident() < before - 60 * MIB
+    assert tensor.sum() == 0
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
