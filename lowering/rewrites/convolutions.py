@@ -26,7 +26,9 @@ _UNCHANGED: Any = NotImplemented
 # Up to here a window of an image is written out: ResNet-18 takes 0.57 of the time with 256 (16x16)
 # and with 800; at batch 8, 0.63 and 0.75.
 _SMALL_IMAGE = 256
-_MOST_PLACES_OF_GRADIENT = 64  # of a window, for the gradient of the weight
+# For the gradient of the weight, places of a window, and bytes of what all windows saw.
+_MOST_PLACES_OF_GRADIENT = 64
+_MOST_BYTES_OF_WINDOWS = 1 << 30
 
 
 def convolution(
@@ -102,7 +104,7 @@ def convolution_backward(
             %gx = the sum of the K parts of %1, each put where its place of the window stood
             %gb = sum(%g, [0, 2])
     """
-    is_images = _is_images(x, weight) and math.prod(weight.shape[2:]) <= _MOST_PLACES_OF_GRADIENT
+    is_images = _is_images(x, weight) and _can_write_windows(gradient, weight)
     if transposed or groups != 1 or not (is_images or (x.dim() == 3 and _is_small(x, weight))):
         return _UNCHANGED
     kinds = x.dtype, weight.dtype
@@ -128,6 +130,14 @@ def _is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 def _is_images(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.dim() == 4 and x.dtype == torch.float32 and 0 not in (*x.shape, *weight.shape)
+
+
+def _can_write_windows(gradient: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Say whether all that the windows saw can be written out, for the gradient of the weight."""
+    features, channels, *kernel = weight.shape
+    places = math.prod(kernel)
+    nbytes = gradient.numel() // features * places * channels * gradient.element_size()
+    return places <= _MOST_PLACES_OF_GRADIENT and nbytes <= _MOST_BYTES_OF_WINDOWS
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, window: Window) -> Any:
