@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 ENTRY = "main"
@@ -16,7 +17,7 @@ def parameter_name(index: int) -> str:
 
 # Functions of a module: lend it memory for what a call computes on the way, and take it back.
 LEND, TAKE_BACK = "lend$memory", "take$back"
-LENT_BYTES = "lent_bytes"  # reflected by the first: how much
+LENT_BYTES = "lent_bytes"  # reflected by the first: see `read_sizes`
 
 BOUND = "bound"  # reflected by a bind function: see `Binding.read`
 
@@ -46,3 +47,13 @@ class Binding:
 def bind_function(number: int) -> str:
     """Return the name of a function that binds parameters anew: (view, which, wait, signal)."""
     return f"bind${number}"
+
+
+def write_sizes(sizes: Mapping[str, int]) -> str:
+    """Write how many bytes entry points are lent, by name."""
+    return json.dumps(dict(sizes))
+
+
+def read_sizes(text: str) -> dict[str, int]:
+    """Read what `write_sizes` wrote."""
+    return {str(name): int(nbytes) for name, nbytes in json.loads(text).items()}

@@ -42,6 +42,10 @@ class Arena:
             return False
         return self._until.look() or any(point.follows(self._until) for point in points)
 
+    def has_failed(self) -> bool:
+        """Say whether the call that has used it last has failed."""
+        return not self._is_lent and self._until.has_failed()
+
     def end_with(self, ready: Timepoint) -> None:
         """Be free again when a call has ended."""
         self._until = ready
@@ -59,7 +63,14 @@ class Arenas:
         self._arenas = weakref.WeakSet[Arena]()
         self._lock = threading.Lock()
 
-    def lend(self, nbytes: int, points: Sequence[Timepoint]) -> Arena | None:
+    def __contains__(self, arena: Arena) -> bool:
+        """Say whether an arena may be lent again."""
+        with self._lock:
+            return arena in self._arenas
+
+    def lend(
+        self, nbytes: int, points: Sequence[Timepoint], *, may_be_new: bool = True
+    ) -> Arena | None:
         """Lend the smallest arena that is free and large enough, or a new one; None: neither.
 
         A new one takes the place of those that are smaller, and that nobody uses: their pages go
@@ -69,13 +80,16 @@ class Arenas:
         Args:
             nbytes: how much a call needs.
             points: what the call waits for.
+            may_be_new: whether more memory may be reserved.
         """
         with self._lock:
+            for failed in [arena for arena in self._arenas if arena.has_failed()]:
+                self._arenas.discard(failed)
             arenas = [arena for arena in self._arenas if arena.nbytes >= nbytes]
             free = [arena for arena in arenas if arena.is_free_for(points)]
             if free:
                 arena = min(free, key=lambda arena: arena.nbytes)
-            elif len(arenas) < _MOST_FOR_WAITING or all(point.look() for point in points):
+            elif may_be_new and (len(arenas) < _MOST_FOR_WAITING or all(p.look() for p in points)):
                 self._retire(lambda arena: arena.nbytes < nbytes)
                 try:
                     buffer, release = self._reserve(nbytes)
@@ -96,8 +110,16 @@ class Arenas:
             arena._is_lent = True
             return True
 
+    def give_up(self, arena: Arena) -> None:
+        """Lend an arena no more: the call that it was lent to was refused."""
+        with self._lock:
+            self._arenas.discard(arena)
+
     def release(self) -> None:
-        """Give the pages of all that is free back to the system."""
+        """Give the pages of all that is free back to the system.
+
+        Memory that is not the host's goes when the executables that hold it are called next.
+        """
         with self._lock:
             self._retire(lambda arena: True)
 
@@ -108,7 +130,7 @@ class Arenas:
             return sum(arena.nbytes for arena in self._arenas)
 
     def _retire(self, which: Callable[[Arena], bool]) -> None:
-        """Lend some of the arenas that nobody uses no more, and give their pages back."""
+        """Take arenas that nobody uses out of lending, and give their pages back."""
         for arena in list(self._arenas):
             if which(arena) and arena.is_free_for(()):
                 self._arenas.discard(arena)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -21,6 +20,7 @@ from lowering.abi import (
     TAKE_BACK,
     Binding,
     bind_function,
+    read_sizes,
 )
 from lowering.artifact import Artifact
 from lowering.dtypes import DTYPES
@@ -37,7 +37,7 @@ _View: Any = hal.HalBufferView
 # Up to this effort a call runs on the calling thread. At the limit that takes 5 to 50 us, about as
 # long as a thread takes to wake (on idle virtual CPUs, two of them: 25 to 60 us of each call).
 INLINE_EFFORT = 1 << 17
-_MOST_ARENAS = 2  # that an executable keeps: a call may be submitted while another is under way
+_MOST_ARENAS = 2  # of an executable: a call may be submitted while another is under way
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,10 @@ class Executable:
         self._inline: _Lane | None = None  # loaded at the first small call
         self._bound: list[Timepoint] = []
         self._lend_function = self._module.lookup_function(LEND)
+        lending = self._lend_function
+        self._lent_bytes = {} if lending is None else read_sizes(lending.reflection[LENT_BYTES])
         self._lent: Arena | None = None
-        self._arenas = deque[Arena](maxlen=_MOST_ARENAS)
+        self._arenas: list[Arena] = []
         self._binders = sorted(self._find_binders(), key=itemgetter(0))
         self._rebindable = {b.parameters[0] for b, _ in self._binders if len(b.parameters) == 1}
         self.functions = {name: Function(self, name) for name in artifact.entries}
@@ -98,28 +100,35 @@ class Executable:
         with self._lock:
             self._queue, self._lent = queue, None
 
-    def lend(self, points: Sequence[Timepoint]) -> Arena | None:
+    def lend(self, nbytes: int, points: Sequence[Timepoint]) -> Arena | None:
         """Lend the module memory for the call that is submitted next, if there is any for it.
 
-        The caller holds the lock, and has the arena end with the call.
+        The caller holds the lock, and has the arena end with the call, or gives it up.
 
         Args:
-            points: what the call waits for.
+            nbytes: how much the call needs.
+            points: what it waits for.
         """
-        arenas, lent = self._device.arenas, self._lent
-        if lent is not None and arenas.lend_again(lent, points):
-            return lent
-        nbytes = int(self._lend_function.reflection[LENT_BYTES])
-        self._lent = arenas.lend(nbytes, points)
-        if self._lent is not None:
+        pool, before = self._device.arenas, self._lent
+        if before is not None and before.nbytes >= nbytes and pool.lend_again(before, points):
+            return before
+        self._arenas = [arena for arena in self._arenas if arena in pool]
+        arena = pool.lend(nbytes, points, may_be_new=len(self._arenas) < _MOST_ARENAS)
+        if arena is not None:
             memory = hal.VmVariantList(1)
-            memory.push_ref(self._lent.buffer)
+            memory.push_ref(arena.buffer)
             self._queue.context.invoke(self._lend_function, memory, hal.VmVariantList(0))
-            self._arenas.append(self._lent)
-        elif lent is not None:
+            self._arenas = [arena, *(a for a in self._arenas if a is not arena)][:_MOST_ARENAS]
+        elif before is not None:
             take_back = self._module.lookup_function(TAKE_BACK)
             self._queue.context.invoke(take_back, hal.VmVariantList(0), hal.VmVariantList(0))
-        return self._lent
+        self._lent = arena
+        return arena
+
+    def give_up(self, arena: Arena) -> None:
+        """Lend an arena no more: IREE has refused the call that it was for."""
+        self._device.arenas.give_up(arena)
+        self._arenas = [a for a in self._arenas if a is not arena]
 
     def _loaded(self, device: Any, modules: Sequence[Any] = ()) -> _Lane:
         hal_module = hal.create_hal_module(_INSTANCE, device)
@@ -197,6 +206,7 @@ class Function:
         self._function = function
         self._outputs = [(DTYPES[s.dtype], _static(s)) for s in entry.signature.outputs]
         self._arity = len(entry.signature.inputs) + 2  # and both fences
+        self._lent_bytes = executable._lent_bytes.get(name, 0)
 
     def __call__(
         self, *args: DeviceArray | int | float | bool, is_small: bool = False
@@ -265,10 +275,15 @@ class Function:
         arena: Arena | None = None
         try:
             with executable._lock:
-                if executable._lend_function is not None and lane is executable._queue:
-                    arena = executable.lend(points)
+                if lane is not executable._inline:
+                    lane = executable._queue  # which another thread may have loaded anew
+                    arena = executable.lend(self._lent_bytes, points) if self._lent_bytes else None
                 lane.context.invoke(self._function, inputs, results)
-        except RuntimeError as error:
+        except BaseException as error:
+            if arena is not None:
+                executable.give_up(arena)
+            if not isinstance(error, RuntimeError):
+                raise
             for point in points:  # what has failed already fails this, and tells better why
                 point.is_reached()
             raise DeviceError(self.work.name, self.work.ops, str(error)) from error

@@ -178,6 +178,7 @@ def _reserved(nbytes: int) -> mmap.mmap:
         return mmap.mmap(-1, nbytes)
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     _advise(pages, "MADV_HUGEPAGE")
+    _advise(pages, "MADV_DONTFORK")  # no child uses it; what is shared loses its large pages
     return pages
 
 

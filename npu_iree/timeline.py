@@ -71,14 +71,17 @@ class Timepoint:
 
     def follows(self, other: Timepoint) -> bool:
         """Say whether the work begins after another, if that is not far back in its history."""
-        looked, found = 0, [self]
-        while found and looked < _MOST_LOOKED_AT:
-            point = found.pop()
+        found = [self]
+        for point in found:  # the nearest first
             if point is other:
                 return True
-            found += point._after
-            looked += 1
+            if len(found) < _MOST_LOOKED_AT:
+                found += [before for before in point._after if before not in found]
         return False
+
+    def has_failed(self) -> bool:
+        """Say whether the work has ended in a failure, without waiting."""
+        return not self._reached and self._has_failed()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the work has ended; releases the interpreter lock meanwhile.

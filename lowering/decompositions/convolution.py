@@ -48,9 +48,9 @@ def convolution(
     pads, left = [], list(padding)
     for i, size in enumerate(x.shape[2:]):
         window = dilation[i] * (weight.shape[2 + i] - 1) + 1
-        unread = size + 2 * padding[i] - window
-        is_one_place = 0 < unread < stride[i]
-        pads.append((padding[i], padding[i] - unread) if is_one_place else (0, 0))
+        over = size + 2 * padding[i] - window
+        is_one_place = 0 < over < stride[i]
+        pads.append((padding[i], padding[i] - over) if is_one_place else (0, 0))
         left[i] = 0 if is_one_place else padding[i]
     if list(padding) == left and not any(map(any, pads)):
         return _UNCHANGED

@@ -80,7 +80,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._nodes[id(value)] = value, node
             return
         for i, part in enumerate(value):
-            self._write(operator.getitem, (node, i), {}, part)
+            if part is not None:
+                self._write(operator.getitem, (node, i), {}, part)
 
     def _tensor(self, node: fx.Node) -> torch.Tensor:
         """Give a tensor that stands for a node: dense, as all values of a region are."""

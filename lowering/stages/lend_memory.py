@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from lowering.abi import LEND, LENT_BYTES, TAKE_BACK
-from lowering.stages.symbols import constant_of_index, inside
+from lowering.abi import LEND, LENT_BYTES, TAKE_BACK, write_sizes
+from lowering.stages.symbols import constant_of_index, inside, maker_of, symbol_of
 from lowering.stages.templates import put_functions
 
 _LEAST_BYTES = 1 << 20  # less is at hand wherever memory is allocated
 _DECLARATION = "iree.abi.declaration"  # reflected by an entry point
 _TRANSIENT = "!stream.resource<transient>"
 _FUNCTIONS = """
-util.global private mutable @lent : !hal.buffer
+util.global private mutable @lent$buffer : !hal.buffer
 util.func public @{lend}(%buffer: !hal.buffer)
-    attributes {{iree.abi.stub, iree.reflection = {{{bytes} = "{most}"}}}} {{
-  util.global.store %buffer, @lent : !hal.buffer
+    attributes {{iree.abi.stub, iree.reflection = {{{bytes} = {sizes}}}}} {{
+  util.global.store %buffer, @lent$buffer : !hal.buffer
   util.return
 }}
 util.func public @{take_back}() attributes {{iree.abi.stub}} {{
   %none = util.null : !hal.buffer
-  util.global.store %none, @lent : !hal.buffer
+  util.global.store %none, @lent$buffer : !hal.buffer
   util.return
 }}
-util.func private @take_lent(%begin: !stream.timepoint, %size: index)
+util.func private @take$lent(%begin: !stream.timepoint, %size: index)
     -> (!stream.resource<transient>, !stream.timepoint) {{
-  %lent = util.global.load @lent : !hal.buffer
+  %lent = util.global.load @lent$buffer : !hal.buffer
   %none = util.null : !hal.buffer
   %is_none = util.cmp.eq %lent, %none : !hal.buffer
   %memory, %ready = scf.if %is_none -> (!stream.resource<transient>, !stream.timepoint) {{
@@ -49,31 +50,33 @@ def lend_memory(module: Any) -> None:
     system gives has to be zeroed, page by page: MobileNetV2 takes 61 ms a call at batch 8, and 33
     with memory that stays.
 
-    Nothing is lent unless the runtime calls `lend$`, and then until it calls `take$back`: IREE's
-    tools run the module as any other. What is lent is used by one call at a time, which the runtime
-    sees to, and is as large as what `lend$` reflects.
+    Nothing is lent unless the runtime calls `lend$memory`, and then until it calls `take$back`:
+    IREE's tools run the module as any other. What is lent is used by one call at a time, which the
+    runtime sees to, and is as large as `lend$memory` reflects for the entry point.
 
     Before: %0, %1 = stream.resource.alloca await(%begin) => !stream.resource<transient>{%size}
-    After:  %0, %1 = util.call @take_lent(%begin, %size)
+    After:  %0, %1 = util.call @take$lent(%begin, %size): lent memory, if there is any
 
     Args:
         module: as IREE's phase `executable-targets` leaves it: the host's part is in stream.
     """
     from iree.compiler import ir
 
-    found = [op for function in inside(module, "util.func") if (op := _largest(function))]
+    functions = inside(module, "util.func")
+    found = {symbol_of(f): op for f in functions if (op := _largest(f)) is not None}
     if not found:
         return
+    some = next(iter(found.values()))
     text = _FUNCTIONS.format(
         lend=LEND,
         take_back=TAKE_BACK,
         bytes=LENT_BYTES,
-        most=max(map(_bytes_of, found)),
-        affinity=found[0].attributes["affinity"],
+        sizes=json.dumps(write_sizes({name: _bytes_of(op) for name, op in found.items()})),
+        affinity=some.attributes["affinity"],
     )
     with ir.Location.unknown():
         put_functions(module, text)
-    for op in found:
+    for op in found.values():
         _take_lent(op)
 
 
@@ -90,8 +93,15 @@ def _bytes_of(op: Any) -> int:
     """Return how much an op allocates for what a call computes on the way; 0 if that varies."""
     if op.operation.name != "stream.resource.alloca" or str(op.results[0].type) != _TRANSIENT:
         return 0
-    has_begin = len(op.operands) == 2
-    return (constant_of_index(op.operands[0]) or 0) if has_begin else 0
+    size, *begin = op.operands
+    return (constant_of_index(size) or 0) if any(map(_is_after_fence, begin)) else 0
+
+
+def _is_after_fence(begin: Any) -> bool:
+    """Say whether a timepoint waits for what the call does: only then may the memory be in use."""
+    if maker_of(begin) == "stream.timepoint.join":
+        return any(map(_is_after_fence, begin.owner.operands))
+    return maker_of(begin) == "stream.timepoint.import"
 
 
 def _take_lent(op: Any) -> None:
@@ -103,7 +113,7 @@ def _take_lent(op: Any) -> None:
             "util.call",
             results=[result.type for result in op.results],
             operands=[begin, size],
-            attributes={"callee": ir.FlatSymbolRefAttr.get("take_lent")},
+            attributes={"callee": ir.FlatSymbolRefAttr.get("take$lent")},
         )
     for old, new in zip(op.results, call.results, strict=True):
         old.replace_all_uses_with(new)

@@ -153,7 +153,7 @@ def reset_warnings() -> None:
 
 def empty_cache() -> None:
     """Give back what calls compute on the way with, and none uses now; what a handle held is."""
-    if CURRENT.device is not None:
+    if CURRENT.device is not None and not _is_in_bad_fork():
         CURRENT.device.arenas.release()
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -79,17 +81,59 @@ def test_calls_under_way_at_once_have_memory_of_their_own(
 ) -> None:
     """One that waits holds none that the other would need."""
     x = images()[0]
-    function = executable_of(compile_function(chain, x, target=device.target.name)).functions[
-        "main"
-    ]
-    handles = [device.put(value) for value in (x, 2 * x)]
+    executable = executable_of(compile_function(chain, x, target=device.target.name))
+    function = executable.functions["main"]
+    handles = [device.put(value) for value in (x, 2 * x)] * 4
     device.synchronize()
+    function(handles[0])[0].wait()
+    lent = []
     with device.hold():
-        (held,) = function(handles[0])
-    outputs = [function(handle)[0] for handle in handles for _ in range(3)]
-    expected = [chain(x)] * 4 + [chain(2 * x)] * 3
-    for handle, value in zip([held, *outputs], expected, strict=True):
+        held = []
+        for handle in handles:
+            held += function(handle)
+            lent.append(executable._lent)
+    assert len({*filter(None, lent)}) == len([*filter(None, lent)]) >= 1
+    later = [function(handle)[0] for handle in handles]
+    expected = [chain(x), chain(2 * x)] * 8
+    for handle, value in zip([*held, *later], expected, strict=True):
         assert_same(handle.to_host(timeout_s=30), value)
+
+
+def test_a_refused_call_leaves_nothing_lent(
+    device: npu_iree.Device, compile_function: Compile
+) -> None:
+    x = images()[0]
+    executable = executable_of(compile_function(chain, x, target=device.target.name))
+    function, handle, wrong = executable.functions["main"], device.put(x), device.put(x[:1])
+    handle.wait()
+    before = device.arenas.nbytes
+    with pytest.raises(ValueError, match="shape"):
+        function(wrong)
+    assert device.arenas.nbytes == before
+    assert_same(function(handle)[0].to_host(timeout_s=30), chain(x))
+
+
+def test_a_call_beside_a_load_uses_nothing_that_others_have(
+    device: npu_iree.Device, compile_function: Compile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the choice of a lane and the submission, another thread may bind weights anew."""
+    x = images()[0]
+    executable = executable_of(compile_function(chain, x, target=device.target.name))
+    function, handle = executable.functions["main"], device.put(x)
+    function(handle)[0].wait()
+    choose = executable._lane
+
+    def choose_then_load(*args: Any) -> Any:
+        lane = choose(*args)
+        executable.load(None)
+        return lane
+
+    monkeypatch.setattr(executable, "_lane", choose_then_load)
+    (result,) = function(handle)
+    device.arenas.release()
+    (other,) = function(device.put(2 * x))
+    assert_same(result.to_host(timeout_s=30), chain(x))
+    assert_same(other.to_host(timeout_s=30), chain(2 * x))
 
 
 def test_a_chain_of_calls_has_one_arena(device: npu_iree.Device, compile_function: Compile) -> None:
@@ -144,4 +188,4 @@ def test_released_memory_is_the_systems() -> None:
 
 def resident() -> int:
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
+        return int(file.read().split()[1]) * mmap.PAGESIZE

@@ -124,6 +124,26 @@ def test_after_a_failed_call_an_arena_is_not_lent_again(arenas: Arenas) -> None:
     end.has_failed = True
     assert not arenas.lend_again(arena, ())
     assert lent(arenas, 100) is not arena
+    assert arena not in arenas
+
+
+def test_after_a_refused_call_an_arena_is_not_lent_again(arenas: Arenas) -> None:
+    arena = lent(arenas, 100)
+    arenas.give_up(arena)
+    assert not arenas.lend_again(arena, ())
+    assert arenas.nbytes == 0
+
+
+def test_a_point_follows_what_its_history_has_near() -> None:
+    far = NOW
+    chain = Timepoint(Fence(), Work("first"))
+    for _ in range(99):
+        far, chain = chain, Timepoint(Fence(), Work("next"), [chain])
+    other = Timepoint(Fence(), Work("other"))
+    for points in ([other, chain], [chain, other]):
+        assert Timepoint(Fence(), Work("last"), points).follows(other)
+    assert chain.follows(far)
+    assert not far.follows(chain)
 
 
 def test_what_cannot_be_reserved_is_left_to_the_call(arenas: Arenas) -> None:
