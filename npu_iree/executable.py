@@ -66,9 +66,8 @@ class Executable:
         self._queue: _Lane
         self._inline: _Lane | None = None  # loaded at the first small call
         self._bound: list[Timepoint] = []
-        self._lend_function = self._module.lookup_function(LEND)
-        lending = self._lend_function
-        self._lent_bytes = {} if lending is None else read_sizes(lending.reflection[LENT_BYTES])
+        self._lend_function = lend = self._module.lookup_function(LEND)
+        self._lent_bytes = {} if lend is None else read_sizes(lend.reflection[LENT_BYTES])
         self._lent: Arena | None = None
         self._arenas: list[Arena] = []
         self._binders = sorted(self._find_binders(), key=itemgetter(0))

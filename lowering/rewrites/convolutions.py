@@ -19,7 +19,6 @@ from lowering.decompositions.convolution import spread, spread_all, unread
 from lowering.decompositions.halves import widened
 from lowering.rewrites.rule import Rule
 from lowering.rewrites.windows import MOST_PLACES, Window, to_first, to_last, windows
-from lowering.sizes import of_each
 
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented
@@ -208,7 +207,7 @@ def _gradient_of_rows(
     _, channels, places = weight.shape
     columns = torch.matmul(_rows(weight).t(), gradient)
     parts = [columns.narrow(1, i * channels, channels) for i in range(places)]
-    return _put_back(parts, x.shape[2], window.stride, window.padding, window.dilation)
+    return _put_back(parts, x.shape[2], window)
 
 
 def _gradient_of_weight(
@@ -221,15 +220,9 @@ def _gradient_of_weight(
     return whole.view(features, -1, channels).transpose(1, 2).reshape(weight.shape)
 
 
-def _put_back(
-    parts: Sequence[torch.Tensor],
-    size: int,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> torch.Tensor:
-    """Add up what `_windows` takes apart: `[N, C, size]`."""
-    (step,), (pad,), (apart,) = (of_each(v, 1) for v in (stride, padding, dilation))
+def _put_back(parts: Sequence[torch.Tensor], size: int, window: Window) -> torch.Tensor:
+    """Add up what `windows` takes apart: `[N, C, size]`."""
+    _, (step,), (pad,), (apart,) = window
     whole: list[torch.Tensor] = []
     for place, part in enumerate(parts):
         wide = spread(part, 2, step)

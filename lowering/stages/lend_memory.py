@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from lowering.abi import LEND, LENT_BYTES, TAKE_BACK, write_sizes
-from lowering.stages.symbols import constant_of_index, inside, maker_of, symbol_of
+from lowering.stages.symbols import constant_of, inside, maker_of, symbol_of
 from lowering.stages.templates import put_functions
 
 _LEAST_BYTES = 1 << 20  # less is at hand wherever memory is allocated
@@ -94,7 +94,7 @@ def _bytes_of(op: Any) -> int:
     if op.operation.name != "stream.resource.alloca" or str(op.results[0].type) != _TRANSIENT:
         return 0
     size, *begin = op.operands
-    return (constant_of_index(size) or 0) if any(map(_is_after_fence, begin)) else 0
+    return (constant_of(size) or 0) if any(map(_is_after_fence, begin)) else 0
 
 
 def _is_after_fence(begin: Any) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+_CONSTANTS = frozenset({"arith.constant", "llvm.mlir.constant"})
+
 
 def symbol_of(op: Any) -> str:
     """Return what an op is called in its module."""
@@ -34,12 +36,6 @@ def maker_of(value: Any) -> str:
 
 
 def constant_of(value: Any) -> int | None:
-    """Return the number that a value of the LLVM dialect is; None if it is computed."""
-    is_constant = maker_of(value) == "llvm.mlir.constant"
-    return value.owner.attributes["value"].value if is_constant else None
-
-
-def constant_of_index(value: Any) -> int | None:
-    """Return the number that an index is; None if it is computed."""
-    is_constant = maker_of(value) == "arith.constant"
+    """Return the number that a value is, on the host or a device; None if it is computed."""
+    is_constant = maker_of(value) in _CONSTANTS
     return value.owner.attributes["value"].value if is_constant else None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,25 @@ def target_for(cpu: str) -> CompileTarget:
 
 def flags_for(cpu: str) -> tuple[str, ...]:
     return target_for(cpu).flag_sets[0]
+
+
+@contextmanager
+def convolution(
+    lowered: Lower, cpu: str, x: torch.Tensor, weight: torch.Tensor, window: Any, weights: int = 1
+) -> Iterator[tuple[IreeSession, Any]]:
+    """A convolution and what follows it, with channels last; its dispatches are formed."""
+    ir = lowered(
+        lambda x, w: torch.relu(torch.conv2d(x, w, **window)),
+        x,
+        weight,
+        weights=weights,
+    )
+    (flags,) = (c.flags for c in target_for(cpu).candidates if c.name == "channels-last-packed")
+    options = CompileOptions(flags=flags, parameters={"main": ("w",)[:weights]})
+    with IreeSession(options) as session:
+        module = session.parse(ir["torch-to-linalg"])
+        form_dispatches(session, module, options)
+        yield session, module
 
 
 def count(pattern: str, text: str) -> int:
@@ -226,16 +246,8 @@ def test_a_convolution_is_computed_by_tiles_where_rows_are_whole_blocks(
     lowered: Lower, cpu: str, channels: int, places: int, window: Any, loops: dict[int, int]
 ) -> None:
     """All of its three loops at once, with what follows in the same device program."""
-    window = {"padding": 1, **window}
-    ir = lowered(
-        lambda x, w: torch.relu(torch.conv2d(x, w, **window)),
-        torch.zeros(1, channels, 20, places), torch.zeros(64, channels, 3, 3), weights=1,
-    )  # fmt: skip
-    (flags,) = (c.flags for c in target_for(cpu).candidates if c.name == "channels-last-packed")
-    options = CompileOptions(flags=flags, parameters={"main": ("w",)})
-    with IreeSession(options) as session:
-        module = session.parse(ir["torch-to-linalg"])
-        form_dispatches(session, module, options)
+    tensors = torch.zeros(1, channels, 20, places), torch.zeros(64, channels, 3, 3)
+    with convolution(lowered, cpu, *tensors, {"padding": 1, **window}) as (session, module):
         session.compile(module, begin="flow", end="executable-configurations")
         features = session.features
         with session.context:
@@ -268,15 +280,8 @@ def test_a_convolution_is_computed_in_blocks_that_fill_registers(
     lowered: Lower, cpu: str, channels: int, places: int, made: int, block: tuple[int, int] | None
 ) -> None:
     """Of a row of places by some features; all of the sums are in registers."""
-    ir = lowered(
-        lambda x, w: torch.relu(torch.conv2d(x, w, padding=1)),
-        torch.zeros(1, channels, 20, places), torch.zeros(made, channels, 3, 3), weights=1,
-    )  # fmt: skip
-    (flags,) = (c.flags for c in target_for(cpu).candidates if c.name == "channels-last-packed")
-    options = CompileOptions(flags=flags, parameters={"main": ("w",)})
-    with IreeSession(options) as session:
-        module = session.parse(ir["torch-to-linalg"])
-        form_dispatches(session, module, options)
+    tensors = torch.zeros(1, channels, 20, places), torch.zeros(made, channels, 3, 3)
+    with convolution(lowered, cpu, *tensors, {"padding": 1}) as (session, module):
         session.compile(module, begin="flow", end="executable-configurations")
         with session.context:
             before = str(module)
@@ -295,15 +300,8 @@ def test_a_convolution_reads_channels_last_whatever_its_weight_is(
     lowered: Lower, weights: int
 ) -> None:
     """A weight that is a parameter is transposed at load; another, by a program of its own."""
-    ir = lowered(
-        lambda x, w: torch.conv2d(x.abs(), w.abs(), padding=1),
-        torch.zeros(2, 8, 20, 28), torch.zeros(32, 8, 3, 3), weights=weights,
-    )  # fmt: skip
-    (flags,) = (c.flags for c in NPU_LOCAL.compile.candidates if c.name == "channels-last-packed")
-    options = CompileOptions(flags=flags, parameters={"main": ("w",) if weights else ()})
-    with IreeSession(options) as session:
-        module = session.parse(ir["torch-to-linalg"])
-        form_dispatches(session, module, options)
+    tensors, window = (torch.zeros(2, 8, 20, 28), torch.zeros(32, 8, 3, 3)), {"padding": 1}
+    with convolution(lowered, "host", *tensors, window, weights) as (_, module):
         text = str(module)
     assert count(r"ins\(%\w+, %\w+ : tensor<2x22x30x8xf32>, tensor<3x3x8x32xf32>\)", text) == 1
 
