@@ -20,8 +20,8 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
     With `options.rebind`, one changed weight can be bound without loading the module, and so the
     other weights, again (`lowering.stages.bind_functions`).
 
-    With data tiling, products read ahead (`lowering.stages.read_ahead`, `lowering.stages.
-    read_rows_ahead`), or use the CPU's matrix unit (`lowering.stages.multiply_tiles`), and
+    With data tiling, products read ahead where the CPU does not do so well enough by itself
+    (`lowering.stages.read_ahead`, `lowering.stages.read_rows_ahead`), or use the CPU's matrix unit (`lowering.stages.multiply_tiles`), and
     convolutions fill the registers (`lowering.stages.block_convolutions`), or use it, too:
     `iree-compile --compile-from=flow` on
     the same input gives the same code without these. Such modules can be lent memory, too
@@ -54,7 +54,7 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
             with session.context:
                 multiply_tiles(module, features)
                 read_ahead(module, features)
-                read_rows_ahead(module)
+                read_rows_ahead(module, features)
                 lend_memory(module)
             begin = "executable-targets"
         session.compile(module, begin=begin).output_vm_bytecode(output)

@@ -150,12 +150,12 @@ def test_a_barrier_stands_only_where_one_op_reads_a_reduction_along_two_axes(
     assert count("optimization_barrier", ir["linalg-to-flow"]) == 0, "the host would wait there"
 
 
-@pytest.mark.parametrize(("cpu", "cache"), [("skylake-avx512", 3), ("znver4", 2)])
+@pytest.mark.parametrize(("cpu", "cache"), [("skylake-avx512", 3), ("znver4", 2), ("znver5", None)])
 @pytest.mark.parametrize(
     ("function", "prefetches"), [(torch.mm, 2), (lambda x, y: x.sigmoid() * y, 0)]
 )
 def test_products_read_both_factors_ahead(
-    lowered: Lower, function: Callable[..., Any], prefetches: int, cpu: str, cache: int
+    lowered: Lower, function: Callable[..., Any], prefetches: int, cpu: str, cache: int | None
 ) -> None:
     ir = lowered(lambda x, y: function(x, y), torch.zeros(96, 96), torch.zeros(96, 96))
     options = CompileOptions(flags=flags_for(cpu))
@@ -167,29 +167,37 @@ def test_products_read_both_factors_ahead(
             read_ahead(module, session.features)
         text = str(module)
     found = re.findall(r'llvm\.intr\.prefetch[" (]*(%\w+).*?hint = (\d)', text)
+    prefetches = 0 if cache is None else prefetches
     assert [hint for _, hint in found] == [str(cache)] * prefetches
     bases = [re.findall(rf"{p} = llvm\.getelementptr (%\w+)\[4096\]", text)[0] for p, _ in found]
     assert len(set(bases)) == prefetches
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "ahead"),
-    [(1, 1024, 8 * 1024 * 4), (1, 4096, 8 * 4096 * 4), (1, 4112, 2048), (1, 1020, 0), (96, 96, 0)],
+    ("cpu", "rows", "width", "ahead"),
+    [
+        ("skylake-avx512", 1, 1024, 8 * 1024 * 4),
+        ("skylake-avx512", 1, 4096, 8 * 4096 * 4),
+        ("znver4", 1, 4112, 2048),
+        ("znver5", 1, 4112, 0),
+        ("skylake-avx512", 1, 1020, 0),
+        ("skylake-avx512", 96, 96, 0),
+    ],
 )
 def test_a_product_with_a_vector_asks_for_the_next_rows(
-    lowered: Lower, rows: int, width: int, ahead: int
+    lowered: Lower, cpu: str, rows: int, width: int, ahead: int
 ) -> None:
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.mm(x, w.t()).relu()
 
     ir = lowered(function, torch.zeros(rows, width), torch.zeros(64, width))
-    options = CompileOptions(flags=flags_for("skylake-avx512"))
+    options = CompileOptions(flags=flags_for(cpu))
     with IreeSession(options) as session:
         module = session.parse(ir["torch-to-linalg"])
         form_dispatches(session, module, options)
         session.compile(module, begin="flow", end="executable-targets")
         with session.context:
-            read_rows_ahead(module)
+            read_rows_ahead(module, session.features)
         text = str(module)
     assert count(r"llvm\.intr\.prefetch", text) == (8 if ahead else 0)
     assert count(rf"getelementptr %\w+\[{ahead}\]", text) == (8 if ahead else 0)
