@@ -41,12 +41,15 @@ class Aliases:
         self._positions = [i for i, value in enumerate(inputs) if _has_memory(value)]
         self._free = [has_free_offset[i] for i in self._positions]
         tensors = self._tensors(inputs)
+        # Of every tensor in every call, weights among them; Dynamo sees to it that they stay on
+        # their devices.
+        self._place = _place if any(map(is_on_npu, tensors)) else storage_address
         self._expected = self._aliasing(tensors, [t.untyped_storage()._cdata for t in tensors])
 
     def are_as_compiled(self, args: Sequence[Any]) -> bool:
         """Say whether the arguments of a call overlap as the graph takes for granted."""
         tensors = self._tensors(args)
-        memories = [_place(t) for t in tensors]
+        memories = list(map(self._place, tensors))
         if not self._expected and len(set(memories)) == len(memories):
             return True
         return self._aliasing(tensors, list(map(_memory, tensors))) == self._expected

@@ -232,11 +232,13 @@ def land(
         targets: as for `fetch`.
     """
     tensors = _in_order(stored, crossings)
+    for i, target in enumerate(targets):
+        if target is None or tensors[i] is target:
+            continue
+        if is_same_memory(tensors[i], target):
+            tensors[i] = target
     own = spans(tensors)
     if targets:
-        for i, target in enumerate(targets):
-            if target is not None and is_same_memory(tensors[i], target):
-                tensors[i] = target
         own = [span for span in own if tensors[span[2]] is not targets[span[2]]]
     # The compiler hands the same buffer out twice where values are equal (`x + 0`, `y.clone()`); in
     # eager they are two tensors. What is the argument that it is to be written to stays.

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
 
 from lowering.plan import Free, Gather, Invoke, Plan, Put
-from npu_iree.border import Crossing, Import, land
+from npu_iree.border import Crossing, Import, Known, land
 from npu_iree.device import Device
 from npu_iree.errors import DeviceError
 from npu_iree.executable import Function, push_number
-from npu_iree.frozen import Span
 from npu_iree.timeline import Timepoint
 from npu_iree.transfers import is_watched
 from npu_iree.weights import Weights
@@ -82,6 +82,8 @@ class RoundTrip:
         self._weights = weights
         self._can_repeat = can_repeat
         self._one_by_one = one_by_one
+        # Where the inputs of a call were, and which results were in the memory of their targets.
+        self._last: tuple[list[Known], list[bool]] = [], []
 
     def run(self, host: list[Any], handles: list[Any], imported: list[torch.Tensor]) -> None:
         """Run the region (a `RunStep`).
@@ -100,7 +102,7 @@ class RoundTrip:
         if weights is not None and not self._can_repeat and not weights.are_current(host):
             return False
         inputs = function.arguments()
-        taken: list[Span] = []
+        taken: list[Known] = []
         for i, source in self._sources:
             value = host[i]
             if source is None:
@@ -109,7 +111,7 @@ class RoundTrip:
                 push_number(inputs, value)
             elif value is not None and (known := source.known(value)) is not None:
                 inputs.push_ref(known.handle._view)
-                taken.append(known.span)
+                taken.append(known)
             else:
                 return False
         views, ready = function.submit(inputs, function.ahead(), self._is_small)
@@ -120,12 +122,41 @@ class RoundTrip:
                 _wait(ready)
         if not is_right:
             return False
-        stored = list(map(self._device.as_tensor, views, self._dtypes))
-        targets = [None if i is None else host[i] for i in self._targets] if self._targets else ()
-        landed = land(stored, self._crossings, self._reader, taken, targets)
-        for i, tensor in zip(self._results, landed, strict=True):
+        for i, tensor in zip(self._results, self._land(host, views, taken), strict=True):
             host[i] = tensor
         return True
+
+    def _land(
+        self, host: list[Any], views: Sequence[Any], taken: list[Known]
+    ) -> list[torch.Tensor]:
+        """Make tensors of what came back.
+
+        Which results the module puts in the place of an input is settled when it is compiled: where
+        the inputs are those of the call before, they are there again, and nobody looks.
+        """
+        crossings, spans = self._crossings, [known.span for known in taken]
+        as_tensor = self._device.as_tensor
+        if not self._targets:
+            return land(list(map(as_tensor, views, self._dtypes)), crossings, self._reader, spans)
+        targets = [None if i is None else host[i] for i in self._targets]
+        last, there = self._last
+        if len(last) != len(taken) or not all(map(is_, last, taken)):
+            there = [False] * len(views)
+        stored: list[Any] = [
+            target if is_there else as_tensor(view, dtype)
+            for is_there, target, view, dtype in zip(
+                there, targets, views, self._dtypes, strict=True
+            )
+        ]
+        landed = land(stored, crossings, self._reader, spans, targets)
+        self._last = (
+            taken,
+            [
+                tensor is target and crossing.back is None
+                for tensor, target, crossing in zip(landed, targets, crossings, strict=True)
+            ],
+        )
+        return landed
 
 
 def _wait(ready: Timepoint) -> None:

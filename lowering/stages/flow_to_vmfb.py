@@ -23,9 +23,9 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
     With data tiling, products read ahead where the CPU does not do so well enough by itself
     (`lowering.stages.read_ahead`, `lowering.stages.read_rows_ahead`), or use the CPU's matrix unit
     (`lowering.stages.multiply_tiles`), and convolutions fill the registers
-    (`lowering.stages.block_convolutions`), or use that unit, too: `iree-compile --compile-from=flow`
-    on the same input gives the same code without these. Such modules can be lent memory, too
-    (`lowering.stages.lend_memory`).
+    (`lowering.stages.block_convolutions`), or use that unit, too; `iree-compile` with
+    `--compile-from=flow` on the same input gives the same code without these. Such modules can be
+    lent memory, too (`lowering.stages.lend_memory`).
 
     Args:
         flow_asm: one module, as `linalg-to-flow` leaves it.

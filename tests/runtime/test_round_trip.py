@@ -274,3 +274,38 @@ def test_a_graph_with_gradients_keeps_aotautograd(monkeypatch: pytest.MonkeyPatc
     assert x.grad is not None
     torch.testing.assert_close(x.grad, (x > 0) * 2.0 + 1)
     assert not any(said)
+
+
+def test_results_that_are_in_place_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written where it belongs is no tensor anew, until an argument lies elsewhere."""
+
+    @torch.compile(backend="npu_iree", dynamic=False)
+    def store(
+        keys: torch.Tensor, values: torch.Tensor, where: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor:
+        keys.index_copy_(0, where, x)
+        values.index_copy_(0, where, x * 2)
+        return keys.sum(0) - values.sum(0)
+
+    made: list[torch.dtype] = []
+    device = npu_iree.open_device("npu-local")
+    as_tensor = device.as_tensor
+    monkeypatch.setattr(device, "as_tensor", lambda v, d: made.append(d) or as_tensor(v, d))
+    caches = {name: (torch.zeros(64, 64), torch.ones(64, 64)) for name in ("one", "other")}
+    expected = {name: (k.clone(), v.clone()) for name, (k, v) in caches.items()}
+    where, x = torch.tensor([0]), torch.randn(1, 64)
+    counts = []
+    with torch.no_grad():
+        for i, name in enumerate(["one"] * 6 + ["other"] * 2 + ["one"] * 3 + ["other", "one"]):
+            keys, values = caches[name] if i != 10 else caches[name][::-1]
+            their_keys, their_values = expected[name] if i != 10 else expected[name][::-1]
+            where.fill_(i)
+            x.copy_(torch.randn(1, 64))
+            made.clear()
+            result = store(keys, values, where, x)
+            counts.append(len(made))
+            their_keys[i], their_values[i] = x[0], x[0] * 2
+            torch.testing.assert_close((keys, values), (their_keys, their_values), rtol=0, atol=0)
+            torch.testing.assert_close(result, their_keys.sum(0) - their_values.sum(0))
+    assert counts[5] == 1, "only the result that is none of the arguments"
+    assert counts[0] == counts[6] == 3
