@@ -1,11 +1,14 @@
-"""What could be reached: IREE's own tool on the very same module."""
+"""What could be reached: IREE's own tool on the very same module; and what of a call is ours."""
 
 from __future__ import annotations
 
 import gc
 import json
 import subprocess
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +26,8 @@ def export_module(folder: Path, call: Callable[[], Any]) -> str:
     """
     from npu_iree.executable import Function
     from npu_iree.offline.parameters import save_parameters
-    from npu_iree.runner import Runner
 
-    runners = [o for o in gc.get_objects() if type(o) is Runner]
+    runners = _runners()
     regions = [r for runner in runners for r in runner.executables]
     if len(regions) != 1:
         return f"the model is {len(regions)} regions"
@@ -53,6 +55,42 @@ def export_module(folder: Path, call: Callable[[], Any]) -> str:
     for i, handle in enumerate(taken):
         np.save(folder / f"input{i}.npy", handle.to_host().numpy())
     return ""
+
+
+@dataclass
+class Stopwatch:
+    """Time, in seconds."""
+
+    spent: float = 0.0
+
+
+@contextmanager
+def stopwatch() -> Iterator[Stopwatch]:
+    """Measure the time in our runners in the block: all that is ours of a call, and no guards."""
+    watch = Stopwatch()
+
+    def timed(step: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any) -> None:
+            started = time.perf_counter()
+            step(*args)
+            watch.spent += time.perf_counter() - started
+
+        return run
+
+    steps = {runner: runner._steps for runner in _runners()}
+    for runner in steps:
+        runner._steps = list(map(timed, runner._steps))
+    try:
+        yield watch
+    finally:
+        for runner, original in steps.items():
+            runner._steps = original
+
+
+def _runners() -> list[Any]:
+    from npu_iree.runner import Runner
+
+    return [o for o in gc.get_objects() if type(o) is Runner]
 
 
 def benchmark_module(folder: Path, seconds: float) -> float:

@@ -24,7 +24,8 @@ class BenchModel:
         build: makes the model; sizes given by name win over its own.
         inputs: keyword arguments of a call at a batch size.
         shallow: sizes of a model with fewer of the same layers.
-        prepare: runs before each call, outside of what is compiled; for a cache that moves on.
+        prepare: runs before each call, outside of what is compiled and of what is timed; for a
+            cache that moves on.
     """
 
     name: str
@@ -34,16 +35,18 @@ class BenchModel:
     prepare: Callable[[dict[str, Any]], None] | None = None
 
     def call(self, model: Callable[..., Any], kwargs: dict[str, Any]) -> Call:
-        """Give the call that is measured."""
-        if self.prepare is None:
-            return lambda: model(**kwargs)
-        prepare = self.prepare
+        """Give a call, with what runs before it."""
 
         def call() -> Any:
-            prepare(kwargs)
+            self.make_ready(kwargs)
             return model(**kwargs)
 
         return call
+
+    def make_ready(self, kwargs: dict[str, Any]) -> None:
+        """Run what runs before a call."""
+        if self.prepare is not None:
+            self.prepare(kwargs)
 
 
 def _hf(model: str, config: str, **sizes: Any) -> Callable[[], nn.Module]:

@@ -56,6 +56,8 @@ class Row:
         ms: their median.
         spread_ms: between their quartiles.
         of_eager: ratio to eager's time in the same round, median.
+        inside_ms: of our own calls in each round, what our runner takes; the rest is PyTorch's:
+            Dynamo's guards, what loads the parameters, and wrappers.
     """
 
     missing: str = ""
@@ -68,6 +70,7 @@ class Row:
     ms: float | None = None
     spread_ms: float | None = None
     of_eager: float | None = None
+    inside_ms: list[float] = field(default_factory=list)
 
 
 class _Child:
@@ -130,7 +133,7 @@ def measure(model: str, batch: int, plan: Plan) -> dict[str, Row]:
             _compare(children, rows, folder)
             if OURS in children:
                 rows[LIMIT] = _limit(children[OURS], folder)
-            _rounds(children, rows, plan, folder)
+            _rounds(children, _side_by_side(rows), plan, folder)
         finally:
             for child in children.values():
                 child.end()
@@ -172,6 +175,17 @@ def _rounds(
     for i in range(plan.rounds):
         for name in timed if i % 2 == 0 else reversed(timed):
             rows[name].rounds_ms.append(_time(name, children, plan.seconds, folder))
+            if name == OURS:
+                inside = children[OURS].ask("inside", plan.seconds)["ms"]
+                rows[OURS].inside_ms.append(float(inside))
+
+
+def _side_by_side(rows: Mapping[str, Row]) -> dict[str, Row]:
+    """Put the limit next to ours: of all that is compared, the closest to each other."""
+    names = [name for name in rows if name != LIMIT]
+    if LIMIT in rows:
+        names.insert(names.index(OURS) + 1, LIMIT)
+    return {name: rows[name] for name in names}
 
 
 def _time(name: str, children: Mapping[str, _Child], seconds: float, folder: Path) -> float:
