@@ -81,6 +81,12 @@ def _conv_gradients(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tenso
     return backward(gradient, x, weight, None, *window, [True, True, False])[:2]
 
 
+def _conv2d_gradient(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:
+    window = [2, 2], [1, 1], [1, 1], False, [0, 0], 1
+    backward = torch.ops.aten.convolution_backward.default
+    return backward(gradient, x, weight, None, *window, [True, False, False])[0]
+
+
 def _grouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     twice = [t.repeat_interleave(2, 1) for t in (key, value)]
     return functional.scaled_dot_product_attention(query, *twice)
@@ -166,6 +172,9 @@ CASES = {
     "conv1d 4-8 k3 of 16": _conv_case((2, 4, 16), (8, 4, 3)),
     "conv1d gradients 384 k3 s2": Case(
         _conv_gradients, [(1, 384, 750), (1, 384, 1500), (384, 384, 3)], "convolutions"
+    ),
+    "conv2d gradient 64-128 k3 s2": Case(
+        _conv2d_gradient, [(8, 128, 28, 28), (8, 64, 56, 56), (128, 64, 3, 3)], "convolutions"
     ),
     "conv2d depthwise 576 of 14": Case(
         lambda x, w: functional.conv2d(x, w, None, 1, 1, 1, 576),

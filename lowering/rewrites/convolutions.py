@@ -9,6 +9,7 @@ seventh of the FLOP/s of a product.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ _SMALL_IMAGE = 256
 # each other, torch-mlir's convolution over the batch takes up to 1.3 times as long as the product;
 # apart, 10 to 30 times.
 _MOST_PLACES_OF_GRADIENT = 64
+_MOST_PHASES = 16  # places between two windows, for the gradient of the input
 _MOST_BYTES_OF_WINDOWS = {False: 64 << 20, True: 1 << 30}
 
 
@@ -97,8 +99,9 @@ def convolution_backward(
 ) -> Any:
     """Rewrite `aten.convolution_backward` of what `convolution` writes as a product.
 
-    Of images, the input's gradient is a convolution of the spread gradient with the flipped weight;
-    what is best left to torch-mlir (`_MOST_BYTES_OF_WINDOWS`) stays a `convolution_backward`.
+    Of images, the input's gradient is a convolution of the gradient with the flipped weight, or,
+    with strides, several products (`_gradient_by_phases`). What is best left to torch-mlir
+    (`_MOST_BYTES_OF_WINDOWS`) stays a `convolution_backward`.
 
     Before: %gx, %gw, %gb = convolution_backward(%g, %x, %w, ...)             with %g of [N, F, M]
     After:  %gw = sum over N of matmul(%g, permute(%c, [0, 2, 1])), with %c as in `convolution`
@@ -114,14 +117,14 @@ def convolution_backward(
     window = Window.of(x.dim() - 2, weight.shape[2:], stride, padding, dilation)
     of_x = of_weight = of_bias = None
     is_written_out = not is_images or _can_write_windows(gradient, weight, window)
-    is_spread = not is_images or math.prod(window.kernel) == 1 or math.prod(window.stride) == 1
-    wanted = [output_mask[0] and not is_spread, output_mask[1] and not is_written_out, False]
+    is_dense = not is_images or _is_without_zeros(window)
+    wanted = [output_mask[0] and not is_dense, output_mask[1] and not is_written_out, False]
     if any(wanted):  # of images, what the code generator does as well by itself
         places = (*window[1:], False, output_padding, 1)
         of_x, of_weight, _ = aten.convolution_backward.default(
             gradient, x, weight, bias_sizes, *places, wanted
         )
-    if output_mask[0] and is_spread:
+    if output_mask[0] and is_dense:
         of_input = _gradient_of_images if is_images else _gradient_of_rows
         of_x = of_input(gradient, x, weight, window).to(kinds[0])
     if output_mask[1] and is_written_out:
@@ -173,6 +176,11 @@ def _product(x: torch.Tensor, weight: torch.Tensor, window: Window) -> Any:
         seen = torch.cat(windows(x, window), -1)
     else:
         return _UNCHANGED
+    return _multiplied(seen, weight)
+
+
+def _multiplied(seen: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply what windows saw, `[N, ..., K * C]`, by a weight, `[F, C, ...]`."""
     y = torch.mm(seen.flatten(0, -2), _rows(weight.flatten(2)).t())
     return y.view(*seen.shape[:-1], -1)
 
@@ -184,13 +192,25 @@ def _by_channel(x: torch.Tensor, weight: torch.Tensor, window: Window) -> torch.
     return functools.reduce(torch.add, products)
 
 
+def _is_without_zeros(window: Window) -> bool:
+    """Say whether the gradient of images is written as what reads no zeros between two windows."""
+    kernel, stride, _, dilation = window
+    if 1 in (math.prod(kernel), math.prod(stride)):
+        return True
+    places = math.prod(-(-size // step) for size, step in zip(kernel, stride, strict=True))
+    is_little = math.prod(stride) <= _MOST_PHASES and places <= MOST_PLACES
+    return is_little and {*dilation} == {1}
+
+
 def _gradient_of_images(
     gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, window: Window
 ) -> torch.Tensor:
-    """Convolve the spread gradient with the flipped weight; of one element, spread the product."""
+    """Convolve the gradient with the flipped weight; of one element, spread the product."""
     kernel, *places = window
-    rest = unread(gradient.shape[2:], x.shape[2:], kernel, *places)
     is_single = math.prod(kernel) == 1
+    if not is_single and math.prod(window.stride) > 1:
+        return _gradient_by_phases(gradient, x, weight, window)
+    rest = unread(gradient.shape[2:], x.shape[2:], kernel, *places)
     seen = gradient if is_single else spread_all(gradient, *window, rest)
     flipped = weight.transpose(0, 1).flip([2, 3])
     args = (seen, flipped, None, [1, 1], [0, 0], window.dilation, False, [0, 0], 1)
@@ -198,6 +218,68 @@ def _gradient_of_images(
     if y is _UNCHANGED:
         y = aten.convolution.default(*args)
     return spread_all(y, *window, rest) if is_single else y
+
+
+def _gradient_by_phases(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, window: Window
+) -> torch.Tensor:
+    """Convolve the gradient for each place that an element may have between two windows.
+
+    With a stride of 2, an even row of the padded input is seen by the even rows of the weight, an
+    odd one by the odd rows. Of the spread gradient, three of four elements would be zeros: of 3x3,
+    it takes twice as long (`ci/bench_rewrites.py`).
+
+    Before: %gx = convolution_backward(%g, %x, %w, stride [2, 2])       with %w of [F, C, 3, 3]
+    After:  four convolutions of %g, as products, with weights of [C, F, 2, 2], [C, F, 2, 1],
+            [C, F, 1, 2] and [C, F, 1, 1], and each one's rows and columns between the others'
+    """
+    (height, width), (down, across) = x.shape[2:], window.stride
+    flipped = weight.flip([2, 3]).transpose(0, 1)
+    starts = itertools.product(range(down), range(across))
+    phases = [_phase(gradient, flipped, x, window, start) for start in starts]
+    count, rows, columns, channels = phases[0].shape
+    whole = torch.cat(phases, -1)
+    apart = whole.view(count, rows, columns, down, across, channels).transpose(2, 3)
+    placed = apart.reshape(count, rows * down, columns * across, channels)
+    return placed.narrow(1, 0, height).narrow(2, 0, width).permute(to_first(4))
+
+
+def _phase(
+    gradient: torch.Tensor,
+    flipped: torch.Tensor,
+    x: torch.Tensor,
+    window: Window,
+    starts: Sequence[int],
+) -> torch.Tensor:
+    """Give every `stride`-th row and column of the input's gradient, from `starts` on.
+
+    Returns:
+        `[N, H, W, C]`.
+    """
+    seen, seen_by, sizes = gradient, flipped, []
+    for i, (start, step, pad) in enumerate(zip(starts, window.stride, window.padding, strict=True)):
+        size = -(-x.shape[2 + i] // step)
+        ahead, first = divmod(start + pad, step)
+        last = window.kernel[i] - 1 - first
+        seen_by = aten.slice.Tensor(seen_by, 2 + i, last % step, max(last + 1, 0), step)
+        seen = _between(seen, 2 + i, ahead + 1 - seen_by.shape[2 + i], ahead + size)
+        sizes.append(size)
+    if 0 in (*seen.shape, *seen_by.shape):  # between windows, or of those that see padding alone
+        return torch.zeros(x.shape[0], *sizes, x.shape[1], dtype=x.dtype)
+    places = Window(seen_by.shape[2:], [1, 1], [0, 0], [1, 1])
+    written = torch.cat(windows(seen.permute(to_last(4)), places), -1)
+    return _multiplied(written, seen_by)
+
+
+def _between(x: torch.Tensor, dim: int, start: int, end: int) -> torch.Tensor:
+    """Give what is from `start` to `end`, with zeros where nothing is; nothing if it is all so."""
+    begin, behind = max(start, 0), min(end, x.shape[dim])
+    part = x.narrow(dim, min(begin, x.shape[dim]), max(behind - begin, 0))
+    if not part.shape[dim] or (begin, behind) == (start, end):
+        return part
+    amounts = [0, 0] * (x.dim() - 1 - dim) + [begin - start, end - behind]
+    padded: torch.Tensor = aten.constant_pad_nd.default(part, amounts, 0)
+    return padded
 
 
 def _gradient_of_rows(
