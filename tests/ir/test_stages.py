@@ -150,7 +150,10 @@ def test_a_barrier_stands_only_where_one_op_reads_a_reduction_along_two_axes(
     assert count("optimization_barrier", ir["linalg-to-flow"]) == 0, "the host would wait there"
 
 
-@pytest.mark.parametrize(("cpu", "cache"), [("skylake-avx512", 3), ("znver4", 2), ("znver5", None)])
+@pytest.mark.parametrize(
+    ("cpu", "cache"),
+    [("skylake-avx512", 3), ("sapphirerapids", 3), ("znver4", 2), ("znver5", None)],
+)
 @pytest.mark.parametrize(
     ("function", "prefetches"), [(torch.mm, 2), (lambda x, y: x.sigmoid() * y, 0)]
 )
