@@ -9,6 +9,7 @@ python ci/bench_rewrites.py conv1d softmax  those whose names begin so
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import statistics
 import time
@@ -75,16 +76,15 @@ def _conv(stride: int = 1, padding: int = 1, groups: int = 1) -> Callable[..., A
     return convolve
 
 
-def _conv_gradients(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:
-    window = [2], [1], [1], False, [0], 1
-    backward = torch.ops.aten.convolution_backward.default
-    return backward(gradient, x, weight, None, *window, [True, True, False])[:2]
+def _conv_gradients(*mask: bool) -> Callable[..., Any]:
+    def differentiate(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:
+        two, one, zero = ([n] * (x.dim() - 2) for n in (2, 1, 0))
+        window = two, one, one, False, zero, 1
+        backward = torch.ops.aten.convolution_backward.default
+        made = backward(gradient, x, weight, None, *window, [*mask, False])
+        return tuple(itertools.compress(made, mask))
 
-
-def _conv2d_gradient(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:
-    window = [2, 2], [1, 1], [1, 1], False, [0, 0], 1
-    backward = torch.ops.aten.convolution_backward.default
-    return backward(gradient, x, weight, None, *window, [True, False, False])[0]
+    return differentiate
 
 
 def _grouped(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -171,10 +171,12 @@ CASES = {
     "conv1d 64-64 k3 batch 8": _conv_case((8, 64, 256), (64, 64, 3)),
     "conv1d 4-8 k3 of 16": _conv_case((2, 4, 16), (8, 4, 3)),
     "conv1d gradients 384 k3 s2": Case(
-        _conv_gradients, [(1, 384, 750), (1, 384, 1500), (384, 384, 3)], "convolutions"
+        _conv_gradients(True, True), [(1, 384, 750), (1, 384, 1500), (384, 384, 3)], "convolutions"
     ),
     "conv2d gradient 64-128 k3 s2": Case(
-        _conv2d_gradient, [(8, 128, 28, 28), (8, 64, 56, 56), (128, 64, 3, 3)], "convolutions"
+        _conv_gradients(True, False),
+        [(8, 128, 28, 28), (8, 64, 56, 56), (128, 64, 3, 3)],
+        "convolutions",
     ),
     "conv2d depthwise 576 of 14": Case(
         lambda x, w: functional.conv2d(x, w, None, 1, 1, 1, 576),

@@ -233,9 +233,7 @@ def land(
     """
     tensors = _in_order(stored, crossings)
     for i, target in enumerate(targets):
-        if target is None or tensors[i] is target:
-            continue
-        if is_same_memory(tensors[i], target):
+        if target is not None and is_same_memory(tensors[i], target):
             tensors[i] = target
     own = spans(tensors)
     if targets:
@@ -268,7 +266,7 @@ def write_back(
     ahead = [
         (a, v, name)
         for a, v, name in zip(arguments, values, names, strict=True)
-        if v is not a and not is_same_memory(v, a)
+        if not is_same_memory(v, a)
     ]
     if not ahead:
         return

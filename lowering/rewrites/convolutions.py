@@ -256,30 +256,23 @@ def _phase(
     Returns:
         `[N, H, W, C]`.
     """
-    seen, seen_by, sizes = gradient, flipped, []
+    seen_by, sizes, is_seen = flipped, [], True
+    amounts: list[int] = []
     for i, (start, step, pad) in enumerate(zip(starts, window.stride, window.padding, strict=True)):
-        size = -(-x.shape[2 + i] // step)
+        size, there = -(-x.shape[2 + i] // step), gradient.shape[2 + i]
         ahead, first = divmod(start + pad, step)
         last = window.kernel[i] - 1 - first
         seen_by = aten.slice.Tensor(seen_by, 2 + i, last % step, max(last + 1, 0), step)
-        seen = _between(seen, 2 + i, ahead + 1 - seen_by.shape[2 + i], ahead + size)
+        begin, end = ahead + 1 - seen_by.shape[2 + i], ahead + size
+        is_seen = is_seen and seen_by.shape[2 + i] > 0 and begin < there
+        amounts = [-begin, end - there, *amounts]
         sizes.append(size)
-    if 0 in (*seen.shape, *seen_by.shape):  # between windows, or of those that see padding alone
+    if not is_seen:  # between windows, or of those that see padding alone
         return torch.zeros(x.shape[0], *sizes, x.shape[1], dtype=x.dtype)
+    seen = aten.constant_pad_nd.default(gradient, amounts, 0)
     places = Window(seen_by.shape[2:], [1, 1], [0, 0], [1, 1])
     written = torch.cat(windows(seen.permute(to_last(4)), places), -1)
     return _multiplied(written, seen_by)
-
-
-def _between(x: torch.Tensor, dim: int, start: int, end: int) -> torch.Tensor:
-    """Give what is from `start` to `end`, with zeros where nothing is; nothing if it is all so."""
-    begin, behind = max(start, 0), min(end, x.shape[dim])
-    part = x.narrow(dim, min(begin, x.shape[dim]), max(behind - begin, 0))
-    if not part.shape[dim] or (begin, behind) == (start, end):
-        return part
-    amounts = [0, 0] * (x.dim() - 1 - dim) + [begin - start, end - behind]
-    padded: torch.Tensor = aten.constant_pad_nd.default(part, amounts, 0)
-    return padded
 
 
 def _gradient_of_rows(

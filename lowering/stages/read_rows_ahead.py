@@ -23,8 +23,8 @@ def read_rows_ahead(module: Any, features: Collection[str]) -> None:
     Rows that are read side by side (`lowering.stages.read_by_rows`) are in pages of their own, and
     a CPU finds out in each page anew what is read. A C program of the same loop reads rows of 1024
     floats at 21.9 GB/s without, at 25.9 with prefetches of the next 8 rows; those of 11008 at 27.5
-    and 30.2 (two cores of an EPYC, Zen 4). Into the first cache, they gain nothing;
-    nor on a Zen 5.
+    and 30.2 (two cores of an EPYC, Zen 4). Into the first cache, they gain nothing; nor do they on
+    a Zen 5.
 
     Before: 8 x (%w = llvm.load %p : vector<16xf32>; llvm.intr.fma(%w, %x, %nothing))
     After:  8 x (%a = llvm.getelementptr %p[8 rows] : i8; llvm.intr.prefetch %a; the same)
