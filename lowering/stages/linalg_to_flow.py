@@ -16,6 +16,7 @@ from lowering.stages.read_in_panels import read_in_panels
 from lowering.stages.separate_fills import separate_fills
 from lowering.stages.separate_pieces import separate_pieces
 from lowering.stages.separate_reads import separate_reads
+from lowering.stages.separate_slices import separate_slices
 from lowering.stages.separate_sums import separate_sums
 from lowering.stages.separate_weights import separate_weights
 from lowering.stages.store_exponentials import store_exponentials
@@ -75,6 +76,7 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 keep_arguments(function, options.given.get(symbol_of(function), ()))
                 separate_fills(function)
                 separate_reads(function)
+                separate_slices(function)
                 separate_sums(function)
                 separate_pieces(function)
                 if any(CHANNELS_LAST in flag for flag in options.flags):

@@ -98,6 +98,22 @@ def test_negative_indices_count_from_the_end(dynamic: bool) -> None:
     assert_same(compiled(x, i, rows), write(x, i, rows))
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_slices_with_gaps_are_read_by_index(dynamic: bool, counts: Counter[str]) -> None:
+    """On the device, with the gaps copied away (`separate_slices`)."""
+
+    def read(x: torch.Tensor, i: torch.Tensor) -> list[torch.Tensor]:
+        pairs, thirds = x.unflatten(1, (-1, 2)), x[:, 1::3]
+        columns = [thirds.flip(1) + 1, thirds[:, i], thirds.unsqueeze(1).flip(2), thirds[i, 0]]
+        of_pairs = [pairs[..., 0][:, i], pairs[..., 1].flip(0), pairs[:, ::2, :1].flip(1)]
+        return [*columns, *of_pairs, thirds.gather(1, i.expand(len(x), len(i)))]
+
+    x, i = torch.randn(6, 12), torch.tensor([2, 0, 1])
+    compiled = torch.compile(read, backend="npu_iree", dynamic=dynamic)
+    assert_same(compiled(x, i), read(x, i))
+    assert counts["host_ops"] == 0
+
+
 def test_the_gradients_of_ormqr_are_eagers() -> None:
     """Of a chain of products, updated slices and columns put together (`separate_pieces`)."""
 

@@ -1,0 +1,49 @@
+"""Keep IREE from fusing a slice whose rows have gaps into an op that reads it by index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lowering.stages.barrier import behind_barrier
+
+_VIEWS = frozenset({"tensor.cast", "tensor.collapse_shape", "tensor.expand_shape"})
+
+
+def separate_slices(function: Any) -> None:
+    """Make a slice whose rows have gaps a copy, if something reads it by index.
+
+    IREE's code generator does not lower an element read at a computed place of such a slice
+    ("LLVM Translation failed for operation: builtin.unrealized_conversion_cast"): `x[:, ::2]` or
+    `x[..., 0]`, flipped, gathered or indexed.
+
+    Before: %0 = tensor.extract_slice %x[0, 0] [8, 8] [1, 2]
+            %1 = linalg.generic {%e = tensor.extract %0[%i, %j]}
+    After:  the same with %b = util.optimization_barrier %0; %e = tensor.extract %b[%i, %j]
+    """
+    from iree.compiler import ir
+
+    for op in list(function.regions[0].blocks[0].operations):
+        if op.operation.name == "tensor.extract_slice" and _has_gaps(op) and _is_indexed(op.result):
+            uses = [(use.owner, use.operand_number) for use in op.result.uses]
+            with op.location, ir.InsertionPoint.after(op):
+                copy = behind_barrier(op.result)
+            for user, i in uses:
+                user.operation.operands[i] = copy
+
+
+def _has_gaps(piece: Any) -> bool:
+    """Say whether numbers that follow each other in the slice do not in what it is cut from."""
+    source, shape = piece.operands[0].type.shape, piece.result.type.shape
+    strides = list(piece.attributes["static_strides"])
+    if len(shape) != len(source):
+        return True
+    inner = max((d for d, size in enumerate(shape) if size != 1), default=len(shape))
+    return strides[inner : inner + 1] not in ([], [1]) or any(n != 1 for n in source[inner + 1 :])
+
+
+def _is_indexed(value: Any) -> bool:
+    users = [use.owner.operation for use in value.uses]
+    return any(
+        user.name == "tensor.extract" or (user.name in _VIEWS and _is_indexed(user.results[0]))
+        for user in users
+    )
