@@ -15,6 +15,7 @@ import statistics
 import time
 import unittest.mock
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -266,8 +267,9 @@ def main() -> None:
         inputs = [torch.randn(shape) for shape in case.shapes]
         calls: dict[str, Callable[[], Any]] = {"eager": lambda c=case, i=inputs: c.function(*i)}  # type: ignore[misc]
         for when in (BEFORE, AFTER):
-            with processes.Pool(1) as pool:
-                calls[when] = call_of(pool.apply(compiled, (name, when)), region, inputs)
+            with ProcessPoolExecutor(1, processes) as pool:
+                vmfb = pool.submit(compiled, name, when).result()
+            calls[when] = call_of(vmfb, region, inputs)
         with torch.no_grad():
             times = measure(calls, args.rounds)
         medians = " ".join(f"{statistics.median(values):10.3f}" for values in times.values())
