@@ -32,7 +32,7 @@ def behind_barrier(value: Any, *, stays: bool = False) -> Any:
     if not isinstance(value.type, ir.RankedTensorType):
         return barrier
     kind = ir.RankedTensorType(value.type)
-    sizes = [_size(value, d) for d in range(kind.rank) if kind.is_dynamic_dim(d)]
+    sizes = [size_of(value, d) for d in range(kind.rank) if kind.is_dynamic_dim(d)]
     if not sizes:
         return barrier
     tied = ir.Operation.create(
@@ -57,7 +57,8 @@ def drop_barriers(module: Any) -> None:
             barrier.erase()
 
 
-def _size(value: Any, dim: int) -> Any:
+def size_of(value: Any, dim: int) -> Any:
+    """Give the size of a tensor's dimension at the insertion point."""
     from iree.compiler import ir
 
     index = ir.IndexType.get()

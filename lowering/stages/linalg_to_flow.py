@@ -9,16 +9,19 @@ from lowering.abi import PARAMETER_SCOPE
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.barrier import drop_barriers
 from lowering.stages.call_kernels import link_kernels
+from lowering.stages.dispatch_work import walk
 from lowering.stages.iree_session import CHANNELS_LAST, DATA_TILING, IreeSession
 from lowering.stages.keep_arguments import keep_arguments
 from lowering.stages.read_by_rows import mark_few_rows, read_by_rows
 from lowering.stages.read_in_panels import read_in_panels
-from lowering.stages.separate_fills import separate_fills
 from lowering.stages.separate_pieces import separate_pieces
 from lowering.stages.separate_reads import separate_reads
+from lowering.stages.separate_scalars import MOST_BINDINGS, separate_scalars
 from lowering.stages.separate_slices import separate_slices
 from lowering.stages.separate_sums import separate_sums
 from lowering.stages.separate_weights import separate_weights
+from lowering.stages.separate_writes import separate_writes
+from lowering.stages.sort_nans import sort_nans
 from lowering.stages.store_exponentials import store_exponentials
 from lowering.stages.symbols import symbol_of
 
@@ -59,6 +62,7 @@ def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) 
         if _is_for_cpu(options):
             read_by_rows(module, session.features)
             store_exponentials(module, session.features)
+            _check_bindings(module)
 
 
 def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
@@ -74,9 +78,11 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
             _bind_parameters(module, function, names, bound)
             with ir.Location.unknown():
                 keep_arguments(function, options.given.get(symbol_of(function), ()))
-                separate_fills(function)
+                sort_nans(function)
+                separate_writes(function)
                 separate_reads(function)
                 separate_slices(function)
+                separate_scalars(function)
                 separate_sums(function)
                 separate_pieces(function)
                 if any(CHANNELS_LAST in flag for flag in options.flags):
@@ -84,6 +90,25 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 if _is_for_cpu(options):
                     mark_few_rows(function)
                 read_in_panels(function, features)
+
+
+def _check_bindings(module: Any) -> None:
+    """Refuse what IREE's runtime would not load.
+
+    Raises:
+        RuntimeError: a device program takes too many tensors.
+    """
+    for op in walk(module):
+        if op.name == "flow.dispatch":
+            is_tied = "tied_operands" in op.attributes
+            tied = op.attributes["tied_operands"] if is_tied else [-1] * len(op.results)
+            made = sum(getattr(place, "value", place) < 0 for place in tied)
+            taken = sum("tensor<" in str(operand.type) for operand in op.operands)
+            if taken + made > MOST_BINDINGS:
+                raise RuntimeError(
+                    f"a device program would take {taken + made} tensors; IREE's runtime "
+                    f"loads none with more than {MOST_BINDINGS}"
+                )
 
 
 def _is_for_cpu(options: CompileOptions) -> bool:

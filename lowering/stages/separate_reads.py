@@ -141,7 +141,7 @@ def _collapse(op: Any) -> list[_Place]:
         for d in dims:
             merged = (f"part {large.index(d)} of {len(large)}",) if d in large[1:] else ()
             places[d] = (target, merged)
-    return [places[d] for d in sorted(places)]
+    return [places.get(d) for d in range(_rank(op.operands[0]))]  # of one element, none is left
 
 
 def _slice(op: Any) -> Sequence[_Place]:
