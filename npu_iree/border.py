@@ -82,7 +82,7 @@ def put_in_place(
     elif is_lazy_copy(stored):
         stored = frozen(stored)
     imported.append(stored)
-    view, ready = device.memory.put(stored, device.start_point(), crossing.name)
+    view, ready = device.memory.put(stored, device.start_point(), crossing.name, is_given)
     return DeviceArray(device, view, tuple(stored.shape), stored.dtype, ready)
 
 
@@ -133,7 +133,7 @@ class Import:
             return
         memory = bytes_at(address, tensor.nbytes, owner=None)
         alias = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
-        view, ready = self._device.memory.put(alias, NOW, self._crossing.name)
+        view, ready = self._device.memory.put(alias, NOW, self._crossing.name, self._is_given)
         handle = DeviceArray(self._device, view, tuple(tensor.shape), tensor.dtype, ready)
         self._known = Known(
             storage_address(tensor),

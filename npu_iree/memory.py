@@ -58,8 +58,13 @@ class Memory(Protocol):
 
     count: TransferCount
 
-    def put(self, tensor: torch.Tensor, after: Timepoint, name: str) -> tuple[Any, Timepoint]:
-        """Return a buffer view of the tensor's bytes, and when they are there."""
+    def put(
+        self, tensor: torch.Tensor, after: Timepoint, name: str, is_given: bool = False
+    ) -> tuple[Any, Timepoint]:
+        """Return a buffer view of the tensor's bytes, and when they are there.
+
+        If it is given, the device may write to them.
+        """
 
     def fetch(
         self, views: Sequence[Any], ready: Sequence[Timepoint]
@@ -84,10 +89,18 @@ class UnifiedMemory:
         self._device = device
         self.count = TransferCount()
 
-    def put(self, tensor: torch.Tensor, after: Timepoint, name: str) -> tuple[Any, Timepoint]:
+    def put(
+        self, tensor: torch.Tensor, after: Timepoint, name: str, is_given: bool = False
+    ) -> tuple[Any, Timepoint]:
         """Import the tensor's memory in place; it is kept alive as long as the view."""
         if tensor.numel() == 0:  # its strides may be anything, and its memory none at all
             tensor = torch.empty(1, dtype=tensor.dtype)[:0].reshape(tensor.shape)
+        elif is_given:  # what comes by DLPack may not be filled, or copied to
+            memory = self._device.allocator.import_host_allocation(
+                _bytes_of(tensor), _STAGING, _DEVICE_USAGE | _STAGING_USAGE
+            )
+            element = int(ELEMENT_TYPES[tensor.dtype])
+            return hal.HalBufferView(memory, tensor.shape, element), after
         return self._device.from_dlpack_capsule(torch._C._to_dlpack(tensor)), after
 
     def fetch(
@@ -117,7 +130,9 @@ class DiscreteMemory:
         self._allocator = device.allocator
         self.count = TransferCount()
 
-    def put(self, tensor: torch.Tensor, after: Timepoint, name: str) -> tuple[Any, Timepoint]:
+    def put(
+        self, tensor: torch.Tensor, after: Timepoint, name: str, is_given: bool = False
+    ) -> tuple[Any, Timepoint]:
         """Copy the tensor to staging now, and queue its copy to the device."""
         element = int(ELEMENT_TYPES[tensor.dtype])
         buffer = self._allocator.allocate_buffer(_DEVICE_LOCAL, _DEVICE_USAGE, tensor.nbytes)
