@@ -22,6 +22,7 @@ storage_address: Callable[[torch.Tensor], int] = torch._C._data_address  # type:
 # Whether a tensor's memory is copied at the first write.
 is_lazy_copy: Callable[[torch.Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 _offset: Any = torch.Tensor.storage_offset
+_version: Any = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -35,6 +36,17 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]
     Of every weight in every call: no Python is run for each.
     """
     return list(map(storage_address, tensors)), list(map(_offset, tensors))
+
+
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return how often PyTorch has counted a write to each tensor; of inference's, it counts none.
+
+    Of every weight in every call: no Python is run for each.
+    """
+    try:
+        return list(map(_version, tensors))
+    except RuntimeError:
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def end_lazy_copy(tensor: torch.Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +15,12 @@ from lowering.plan import Plan
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device, dense_copy, why_not_in_place
 from npu_iree.executable import Executable
-from npu_iree.frozen import address_of, addresses_of, frozen
+from npu_iree.frozen import address_of, addresses_of, can_freeze, frozen, versions_of
 from npu_iree.transfers import Transfer, is_watched, record
+
+log = logging.getLogger(__name__)
+_UNBOUND, _UNWATCHED = -1, -2  # in the place of an address
+_TOLD: set[str] = set()
 
 
 class Weights:
@@ -53,25 +59,33 @@ class Weights:
         self._executables = executables
         every = (use for uses in self._uses.values() for use in uses)
         self._positions = [use.position for use in every if use.constant is None]
-        self._addresses: tuple[list[int], list[int]] | None = None
+        self._seen: tuple[list[int], ...] | None = None
 
     def are_current(self, args: Sequence[Any]) -> bool:
         """Say whether what is bound is what the arguments of a call hold."""
-        return self._addresses_in(args) == self._addresses
+        return self._look_at(args) == self._seen
 
     def refresh(self, args: Sequence[Any]) -> None:
         """Bind the weights that are not, or no longer, what was bound."""
-        addresses = self._addresses_in(args)
-        if addresses == self._addresses:
+        seen = self._look_at(args)
+        if seen == self._seen:
             return
         with self._lock:
-            self._addresses = None
+            self._seen = None
             for region, uses in self._uses.items():
                 self._renew(self._executables[region], uses, args)
-            self._addresses = addresses
+            every = itertools.chain.from_iterable(self._uses.values())
+            if all(use.address != _UNWATCHED for use in every):
+                self._seen = seen
 
-    def _addresses_in(self, args: Sequence[Any]) -> tuple[list[int], list[int]]:
-        return addresses_of([args[i] for i in self._positions])
+    def _look_at(self, args: Sequence[Any]) -> tuple[list[int], ...]:
+        """Return what tells of a write: addresses, and versions.
+
+        A write that was going on in another thread when a weight was bound is still in the memory
+        that is bound; it ends with another version.
+        """
+        weights = [args[i] for i in self._positions]
+        return *addresses_of(weights), versions_of(weights)
 
     def bound(self, region: str) -> list[torch.Tensor]:
         """Return what a region has bound, in the order of its parameters."""
@@ -143,28 +157,50 @@ class WeightUse:
         self.position = position
         self.constant = constant
         self._order = tuple(order)
-        self.address = -1
+        self._versions = [-1]
+        self.address = _UNBOUND
         self.stored = torch.empty(0)
 
     @property
     def is_bound(self) -> bool:
         """Whether there is a value at all."""
-        return self.address != -1
+        return self.address != _UNBOUND
 
     def is_current(self, args: Sequence[Any]) -> bool:
         """Say whether what is bound is what the arguments of this call hold."""
-        return address_of(self._weight(args)) == self.address
+        weight = self._weight(args)
+        return address_of(weight) == self.address and versions_of([weight]) == self._versions
 
     def bind(self, args: Sequence[Any]) -> None:
-        """Freeze what the arguments of this call hold, in the order that the region wants."""
+        """Freeze what the arguments of this call hold, in the order that the region wants.
+
+        Memory that PyTorch did not allocate cannot be frozen: it is copied, in each call.
+        """
         weight = self._weight(args)
-        self.stored = frozen(weight).permute(self._order)
-        self.address = address_of(weight)
+        self._versions = versions_of([weight])  # before the bytes, which somebody may be writing
+        if can_freeze(weight):
+            kept = frozen(weight)
+            self.address = address_of(kept)  # somebody may write to the weight meanwhile
+        else:
+            kept, self.address = weight.detach().clone(), _UNWATCHED
+            _tell_unwatched(self.name)
+        self.stored = kept.permute(self._order)
 
     def forget(self) -> None:
         """Let nothing be bound."""
-        self.address = -1
+        self.address = _UNBOUND
 
     def _weight(self, args: Sequence[Any]) -> torch.Tensor:
         weight: torch.Tensor = args[self.position] if self.constant is None else self.constant
         return weight
+
+
+def _tell_unwatched(name: str) -> None:
+    if name not in _TOLD:
+        _TOLD.add(name)
+        log.warning(
+            "the weight %s now lies in memory that PyTorch did not allocate (a mapped file, NumPy, "
+            "shared memory), where nobody sees a write: it is copied in each call. To have it read "
+            "in place, compile the model after such a change, or give it a clone().",
+            name,
+        )

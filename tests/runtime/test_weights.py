@@ -323,3 +323,32 @@ def test_two_graphs_share_a_weight_and_both_see_its_change(cold_counts: Counter[
     assert_same(one(x), layer(x).relu())
     assert_same(two(x), layer(x).tanh())
     assert cold_counts["compiles"] == 2
+
+
+def test_weights_may_move_into_memory_of_others(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(4, 4)
+    compiled, x = torch.compile(model, backend="npu_iree"), torch.randn(2, 4)
+    numbers = np.ones((4, 4), dtype=np.float32)
+    with torch.no_grad():
+        assert_same(compiled(x), model(x))
+        model.share_memory()
+        assert_same(compiled(x), model(x))
+        model.weight.data = torch.from_numpy(numbers)
+        for _ in range(2):
+            assert_same(compiled(x), model(x))
+            numbers += 1  # which PyTorch does not see
+        assert "is copied in each call" in caplog.text
+        model.weight.data = torch.randn(4, 4)
+        assert_same(compiled(x), model(x))
+
+
+def test_a_write_that_was_going_on_is_seen_when_it_ends() -> None:
+    """As if another thread's kernel had taken the address before the weight was bound."""
+    model = torch.nn.Linear(4, 4)
+    compiled, x = torch.compile(model, backend="npu_iree"), torch.ones(2, 4)
+    with torch.no_grad():
+        memory = torch.from_numpy(model.weight.detach().numpy())
+        compiled(x)
+        memory.mul_(3)
+        torch.autograd.graph.increment_version(model.weight)
+        assert_same(compiled(x), model(x))
