@@ -17,9 +17,12 @@ from lowering.decompositions import (
     division,
     elementary,
     exact,
+    foreach,
+    group_norm,
     indexing,
     pooling,
     powers,
+    rnn,
 )
 from lowering.decompositions.halves import with_halves
 from lowering.decompositions.scalars import with_scalars
@@ -45,7 +48,6 @@ EXTRA_OPS = (
     aten.full,
     aten.grid_sampler_2d,
     aten.logsumexp,
-    aten.native_group_norm,
     aten.native_layer_norm,
     aten.scaled_dot_product_attention,
     aten.squeeze.dims,
@@ -99,10 +101,13 @@ def _default_table() -> dict[OpOverload, Callable[..., Any]]:
         **division.DECOMPOSITIONS,
         **elementary.DECOMPOSITIONS,
         **exact.DECOMPOSITIONS,
+        **foreach.DECOMPOSITIONS,
+        **group_norm.DECOMPOSITIONS,
         **indexing.DECOMPOSITIONS,
         **pooling.DECOMPOSITIONS,
         **powers.DECOMPOSITIONS,
         **randomness.DECOMPOSITIONS,
+        **rnn.DECOMPOSITIONS,
     }
     pytorchs = {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS)}
     taken = {op: fn for op, fn in pytorchs.items() if not matches(str(op), KEPT_OPS)}

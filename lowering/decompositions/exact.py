@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch._inductor.inductor_prims import fma as fma_op
 
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
@@ -82,6 +83,11 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> Any:
     if dtype is not torch.uint8 or not x.dtype.is_floating_point:
         return _UNCHANGED
     return x.to(torch.int64).to(torch.uint8)
+
+
+def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """Decompose `prims.fma`, which Dynamo makes of `addcdiv_` and its like in optimizers."""
+    return a * b + c
 
 
 def total(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
@@ -236,6 +242,7 @@ DECOMPOSITIONS = {
     aten.var.correction: var,
     aten.var_mean.correction: var_mean,
     torch.ops.prims.convert_element_type.default: cast,
+    fma_op: fma,
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from lowering.decompositions import rnn
 from npu_iree.device import open_device
 from npu_iree.errors import NpuIreeError
 from npu_iree.targets import Target
@@ -91,6 +92,9 @@ def _register_ops() -> None:
         aten.impl(name, function, f"Autograd{_KEY}")
     for name, function in ON_CPU.items():
         cpu.impl(name, function, "CPU")
+    for cell, shapes in rnn.DECOMPOSITIONS.items():  # PyTorch's ask for biases, or are missing
+        cell.py_kernels[torch._C.DispatchKey.Meta] = shapes  # type: ignore[assignment]
+        cell._dispatch_cache.clear()
     _PARTS.extend((aten, others, cpu, *register_autocast()))
 
 

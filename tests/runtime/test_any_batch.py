@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -63,3 +64,13 @@ def test_sizes_that_are_sums_of_many() -> None:
     for n in (3, 5):
         inputs = [torch.randn(n), torch.randn(n + 1), torch.randn(n + 4)]
         assert_same(compiled(*inputs), padded(*inputs))
+
+
+def test_group_norm_of_any_batch(counts: Counter[str]) -> None:
+    norm = torch.nn.GroupNorm(2, 6)
+    torch.nn.init.normal_(norm.weight)
+    compiled = torch.compile(norm, backend="npu_iree", dynamic=True)
+    for batch in (3, 5):
+        x = torch.randn(batch, 6, 4, 4)
+        assert_same(compiled(x), norm(x))
+    assert counts["host_ops"] == 0

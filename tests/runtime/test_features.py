@@ -221,6 +221,27 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.parametrize("foreach", [False, True])
+def test_optimizers_of_many_parameters_are_one_region(foreach: bool, counts: Counter[str]) -> None:
+    outcomes = []
+    for is_compiled in (False, True):
+        parameters = [nn.Parameter(data(3, 4, seed=i)) for i in range(14)]
+        optimizer = torch.optim.AdamW(parameters, lr=0.1, foreach=foreach)
+
+        def step(made: torch.optim.Optimizer = optimizer, all_of: Any = parameters) -> None:
+            nn.utils.clip_grad_norm_(all_of, 0.5, foreach=foreach)
+            made.step()
+
+        for i, parameter in enumerate(parameters):
+            parameter.grad = data(3, 4, seed=-i)
+        for _ in range(2):
+            (torch.compile(step, backend="npu_iree") if is_compiled else step)()
+        outcomes.append([p.detach() for p in parameters])
+    assert_same(*outcomes)
+    assert counts["host_ops"] == 0
+    assert counts["regions"] == counts["graphs"]
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_compiled_optimizer_steps(name: str) -> None:
     outcomes = []
