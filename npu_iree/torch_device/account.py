@@ -33,14 +33,17 @@ _LIVE: dict[_Ref[DeviceArray], tuple[int, str]] = {}
 
 
 def keep(array: DeviceArray, name: str) -> DeviceArray:
-    """Count a handle from now until it goes.
+    """Count a handle from now until it goes; what is counted already is not counted again.
 
     Args:
         array: a handle on memory of its own.
         name: what made it.
     """
+    reference = weakref.ref(array, _forget)
+    if reference in _LIVE:  # a call may return a handle that it was given
+        return array
     nbytes = array.nbytes
-    _LIVE[weakref.ref(array, _forget)] = (nbytes, name)
+    _LIVE[reference] = (nbytes, name)
     ACCOUNT.allocated += nbytes
     if ACCOUNT.allocated > ACCOUNT.peak:
         ACCOUNT.peak = ACCOUNT.allocated

@@ -160,3 +160,31 @@ def test_losses_are_those_of_the_cpu(
         found = losses(build, given, NPU, optimizer, compiled)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert expected.unique().numel() == len(given)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers(kind: Callable[..., nn.Module], bias: bool) -> None:
+    def run(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+        result, _ = layer(x)
+        gradients = torch.autograd.grad(result.square().sum(), [x, *layer.parameters()])
+        return [result.detach().cpu(), *(g.cpu() for g in gradients)]
+
+    layer = kind(4, 8, bias=bias)
+    x = torch.randn(3, 2, 4)
+    expected = run(layer, x.clone().requires_grad_())
+    npu_iree.register_device()
+    found = run(layer.to(NPU), x.to(NPU).requires_grad_())
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_compiled_call_saves_of_its_inputs_is_counted_once() -> None:
+    npu_iree.register_device()
+    x = torch.randn(64, 64).to(NPU).requires_grad_()
+    sine = torch.compile(lambda x: x.sin(), backend="npu_iree")
+    held = []
+    for _ in range(3):
+        sine(x)
+        torch.npu.synchronize()
+        held.append(torch.npu.memory_allocated())
+    assert held[0] == held[1] == held[2]
