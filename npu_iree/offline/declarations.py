@@ -14,7 +14,7 @@ from npu_iree.offline.arguments import NUMBERS
 
 _TENSOR = re.compile(r"tensor<((?:[^<>]|<[^<>]*>)*)>")
 # How IREE declares an element type, where it is not our name.
-DECLARED = {"u8": "ui8", "bool": "i1", "c64": "complex<f32>", "c128": "complex<f64>"}
+DECLARED = {"u8": "i8", "bool": "i1", "c64": "complex<f32>", "c128": "complex<f64>"}
 
 
 def check_declarations(executable: Executable, manifest: Manifest) -> None:

@@ -11,6 +11,7 @@ from iree.runtime import _binding as hal
 from torch.utils import _pytree as pytree
 
 from lowering.cpu import required_features
+from lowering.dtypes import DTYPES
 from lowering.key import compiler_build
 from lowering.manifest import Argument, Call, Manifest, Source
 from lowering.pipeline import restart
@@ -21,7 +22,7 @@ from npu_iree.errors import SourceError, StageError
 from npu_iree.offline.build import BuildOptions, write_files
 from npu_iree.offline.declarations import DECLARED, declared_tensors
 
-_PLAIN = {declared: dtype for dtype, declared in DECLARED.items()}
+_PLAIN = {declared: dtype for dtype, declared in DECLARED.items() if declared not in DTYPES}
 
 
 def write_from_ir(file: Path, path: str | os.PathLike[str], options: BuildOptions) -> Manifest:

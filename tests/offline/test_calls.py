@@ -24,6 +24,7 @@ from models.small import (
     seeded,
     signatures,
 )
+from npu_iree.offline.build import write_artifact
 from npu_iree.offline.load import LoadedProgram
 from tolerances import assert_same
 
@@ -275,3 +276,14 @@ def test_a_model_with_states_says_which(cache: LoadedProgram) -> None:
     with pytest.raises(npu_iree.ArgumentError, match="no entry point 'stop'"):
         cache["stop"]
     assert "npu_iree" in inspect.getmodule(type(cache.step)).__name__
+
+
+def test_unsigned_bytes_go_in_and_out(tmp_path: Path) -> None:
+    class Halved(torch.nn.Module):
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            return (image.float() / 2).to(torch.uint8)
+
+    image = torch.tensor([255, 200, 3, 128], dtype=torch.uint8)
+    write_artifact({"main": torch.export.export(Halved(), (image,))}, tmp_path / "halved.vmfb")
+    program = npu_iree.load(tmp_path / "halved.vmfb")
+    assert_same(program(image), Halved()(image))
