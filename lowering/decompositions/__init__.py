@@ -130,5 +130,6 @@ def decomposition_table(
         op overload -> a function on tensors that computes the same.
     """
     keep = {*keep_ops, *(EAGERS_RANDOM_OPS if rng == "host" else ())}
-    table = {op: fn for op, fn in _default_table().items() if not matches(str(op), keep)}
+    every = {**_default_table(), **exact.of_dynamo()}
+    table = {op: fn for op, fn in every.items() if not matches(str(op), keep)}
     return {**table, **(user or {})}

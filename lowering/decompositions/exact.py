@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch._inductor.inductor_prims import fma as fma_op
 
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
@@ -242,7 +241,6 @@ DECOMPOSITIONS = {
     aten.var.correction: var,
     aten.var_mean.correction: var_mean,
     torch.ops.prims.convert_element_type.default: cast,
-    fma_op: fma,
 }
 
 
@@ -266,3 +264,9 @@ def _are_floats(*tensors: torch.Tensor) -> bool:
 
 def _like(x: torch.Tensor, value: Number) -> torch.Tensor:
     return torch.full((), value, dtype=x.dtype, device=x.device)
+
+
+def of_dynamo() -> dict[torch._ops.OpOverload, Any]:
+    """Decompose the ops that are there only once Dynamo is, which graphs have from it alone."""
+    op = getattr(torch.ops.prims, "fma", None)
+    return {} if op is None else {op.default: fma}

@@ -120,7 +120,9 @@ def test_every_layout_of_every_dtype_passes(
     dtype: torch.dtype, target: str, counts: Counter[str]
 ) -> None:
     def function(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        # the compiler crashes on 8-bit products, and complex sums are the host's
+        # the compiler crashes on 8-bit products; sums of complex numbers and uint8 are the host's
+        if dtype is torch.uint8:
+            return {n: t << 1 for n, t in tensors.items()}
         return {n: t * t if t.is_complex() else t + t for n, t in tensors.items()}
 
     check(function, lambda: (layouts(dtype),), target)
