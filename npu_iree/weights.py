@@ -15,12 +15,16 @@ from lowering.plan import Plan
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device, dense_copy, why_not_in_place
 from npu_iree.executable import Executable
-from npu_iree.frozen import address_of, addresses_of, can_freeze, frozen, versions_of
+from npu_iree.frozen import address_of, addresses_of, frozen, versions_of
 from npu_iree.transfers import Transfer, is_watched, record
 
 log = logging.getLogger(__name__)
 _UNBOUND, _UNWATCHED = -1, -2  # in the place of an address
-_TOLD: set[str] = set()
+_UNWATCHED_WEIGHT = (
+    "the weight %s now lies in memory that PyTorch did not allocate (a mapped file, NumPy, shared "
+    "memory), where nobody sees a write: it is copied in each call. To have it read in place, "
+    "compile the model after such a change, or give it a clone()."
+)
 
 
 class Weights:
@@ -57,8 +61,8 @@ class Weights:
         }
         self.are_any = bool(self._uses)
         self._executables = executables
-        every = (use for uses in self._uses.values() for use in uses)
-        self._positions = [use.position for use in every if use.constant is None]
+        self._every = [*itertools.chain.from_iterable(self._uses.values())]
+        self._positions = [use.position for use in self._every if use.constant is None]
         self._seen: tuple[list[int], ...] | None = None
 
     def are_current(self, args: Sequence[Any]) -> bool:
@@ -74,8 +78,7 @@ class Weights:
             self._seen = None
             for region, uses in self._uses.items():
                 self._renew(self._executables[region], uses, args)
-            every = itertools.chain.from_iterable(self._uses.values())
-            if all(use.address != _UNWATCHED for use in every):
+            if all(use.address != _UNWATCHED for use in self._every):
                 self._seen = seen
 
     def _look_at(self, args: Sequence[Any]) -> tuple[list[int], ...]:
@@ -178,12 +181,15 @@ class WeightUse:
         """
         weight = self._weight(args)
         self._versions = versions_of([weight])  # before the bytes, which somebody may be writing
-        if can_freeze(weight):
+        try:
             kept = frozen(weight)
-            self.address = address_of(kept)  # somebody may write to the weight meanwhile
+        except RuntimeError:
+            kept = weight.detach().clone()
+            if self.address != _UNWATCHED:
+                log.warning(_UNWATCHED_WEIGHT, self.name)
+            self.address = _UNWATCHED
         else:
-            kept, self.address = weight.detach().clone(), _UNWATCHED
-            _tell_unwatched(self.name)
+            self.address = address_of(kept)  # somebody may write to the weight meanwhile
         self.stored = kept.permute(self._order)
 
     def forget(self) -> None:
@@ -193,14 +199,3 @@ class WeightUse:
     def _weight(self, args: Sequence[Any]) -> torch.Tensor:
         weight: torch.Tensor = args[self.position] if self.constant is None else self.constant
         return weight
-
-
-def _tell_unwatched(name: str) -> None:
-    if name not in _TOLD:
-        _TOLD.add(name)
-        log.warning(
-            "the weight %s now lies in memory that PyTorch did not allocate (a mapped file, NumPy, "
-            "shared memory), where nobody sees a write: it is copied in each call. To have it read "
-            "in place, compile the model after such a change, or give it a clone().",
-            name,
-        )

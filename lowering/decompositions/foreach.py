@@ -55,7 +55,7 @@ _SINGLE: dict[str, Callable[..., torch.Tensor]] = {
 def _functional_ops() -> Iterator[tuple[str, torch._ops.OpOverload]]:
     for qualified in torch._C._dispatch_get_all_op_names():
         name, _, overload = qualified.removeprefix("aten::").partition(".")
-        if name.startswith(_PREFIX) and not name.endswith("_") and overload != "out":
+        if name.startswith(_PREFIX) and not name.endswith("_"):
             op = getattr(getattr(aten, name), overload or "default")
             if not any(argument.is_out for argument in op._schema.arguments):
                 yield name.removeprefix(_PREFIX), op

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lowering.stages.dispatch_work import walk
@@ -9,10 +10,11 @@ from lowering.stages.dispatch_work import walk
 _STAYS = "npu_iree.stays"
 
 
-def behind_barrier(value: Any, *, stays: bool = False) -> Any:
+def behind_barrier(value: Any, *, stays: bool = False, after: Sequence[Any] = ()) -> Any:
     """Put a barrier at the insertion point; its result has the dynamic sizes of the value.
 
     With `stays` it holds until buffers are assigned, too, at the price of a wait of the host.
+    It is there once the values of `after` are, too.
 
     IREE finds no sizes behind a barrier on its own ("tensor.dim op unexpected during shape
     cleanup"), so they are tied to it.
@@ -25,10 +27,10 @@ def behind_barrier(value: Any, *, stays: bool = False) -> Any:
 
     barrier = ir.Operation.create(
         "util.optimization_barrier",
-        results=[value.type],
-        operands=[value],
+        results=[value.type, *(other.type for other in after)],
+        operands=[value, *after],
         attributes={_STAYS: ir.UnitAttr.get()} if stays else {},
-    ).result
+    ).results[0]
     if not isinstance(value.type, ir.RankedTensorType):
         return barrier
     kind = ir.RankedTensorType(value.type)

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from lowering.stages.structured import inputs_of
+from lowering.stages.structured import VIEWS, inputs_of
 
-# Ops whose result is (part of) the memory of their first operand.
-_VIEWS = frozenset(
-    {"tensor.cast", "tensor.collapse_shape", "tensor.expand_shape", "tensor.extract_slice"}
-)
 _READS = frozenset({"tensor.concat", "tensor.dim", "tensor.extract", "tensor.pad", "func.return"})
 
 
@@ -53,7 +49,7 @@ def _is_overwritten(value: Any) -> bool:
     for use in value.uses:
         op, index = use.owner, use.operand_number
         name = op.operation.name
-        if name in _VIEWS and index == 0:
+        if name in VIEWS and index == 0:
             if any(_is_overwritten(result) for result in op.results):
                 return True
         elif not (name in _READS or only_reads(op, index)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from lowering.stages.separate_weights import separate_weights
 from lowering.stages.separate_writes import separate_writes
 from lowering.stages.sort_nans import sort_nans
 from lowering.stages.store_exponentials import store_exponentials
-from lowering.stages.symbols import symbol_of
+from lowering.stages.symbols import inside, symbol_of
 
 
 def linalg_to_flow(linalg_asm: str, options: CompileOptions) -> str:
@@ -98,7 +99,7 @@ def _check_bindings(module: Any) -> None:
     Raises:
         RuntimeError: a device program takes too many tensors.
     """
-    for op in walk(module):
+    for op in itertools.chain.from_iterable(map(walk, inside(module, "util.func"))):
         if op.name == "flow.dispatch":
             is_tied = "tied_operands" in op.attributes
             tied = op.attributes["tied_operands"] if is_tied else [-1] * len(op.results)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from lowering.stages.barrier import behind_barrier
 from lowering.stages.structured import inputs_of
 
 MOST_BINDINGS = 32  # of a device program, in IREE's runtime
@@ -39,23 +40,11 @@ def separate_scalars(function: Any) -> None:
             last = [ops[-1].results[0] for ops in before if ops]
             if last and inputs_of(op):
                 with op.location, ir.InsertionPoint(op):
-                    op.operands[0] = _behind(op.operands[0], last)
+                    op.operands[0] = behind_barrier(op.operands[0], after=last)
 
 
 def _values(chain: list[Any]) -> int:
     return len({value for op in chain for value in (*inputs_of(op), *op.results)})
-
-
-def _behind(value: Any, others: list[Any]) -> Any:
-    """Give a value again, as what there is once the others are there."""
-    from iree.compiler import ir
-
-    barrier = ir.Operation.create(
-        "util.optimization_barrier",
-        results=[value.type, *(other.type for other in others)],
-        operands=[value, *others],
-    )
-    return barrier.results[0]
 
 
 def _chains(function: Any) -> list[list[Any]]:

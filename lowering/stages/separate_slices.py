@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowering.stages.barrier import behind_barrier
-
-_VIEWS = frozenset({"tensor.cast", "tensor.collapse_shape", "tensor.expand_shape"})
+from lowering.stages.structured import RESHAPES
 
 
 def separate_slices(function: Any) -> None:
@@ -44,6 +43,6 @@ def _has_gaps(piece: Any) -> bool:
 def _is_indexed(value: Any) -> bool:
     users = [use.owner.operation for use in value.uses]
     return any(
-        user.name == "tensor.extract" or (user.name in _VIEWS and _is_indexed(user.results[0]))
+        user.name == "tensor.extract" or (user.name in RESHAPES and _is_indexed(user.results[0]))
         for user in users
     )

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowering.stages.barrier import behind_barrier
-from lowering.stages.structured import inputs_of, is_elementwise
-
-_VIEWS = frozenset({"tensor.cast", "tensor.collapse_shape", "tensor.expand_shape"})
+from lowering.stages.structured import RESHAPES, inputs_of, is_elementwise
 
 
 def separate_sums(function: Any) -> None:
@@ -45,7 +43,7 @@ def _made_of(value: Any) -> set[Any]:
             continue
         op = owner.operation
         seen.add(op)
-        if op.name in _VIEWS:
+        if op.name in RESHAPES:
             values.append(op.operands[0])
         elif is_elementwise(op):
             values += inputs_of(op)

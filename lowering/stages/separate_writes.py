@@ -6,7 +6,7 @@ from typing import Any
 
 from lowering.stages.barrier import behind_barrier, size_of
 from lowering.stages.keep_arguments import only_reads
-from lowering.stages.structured import inputs_of, is_elementwise
+from lowering.stages.structured import VIEWS, inputs_of, is_elementwise
 from lowering.stages.templates import put
 
 # Each number goes through bits that the compiler does not know to be zeros: a copy that stays.
@@ -28,15 +28,7 @@ _MIX_FLOATS = """
     %1 = arith.xori %0, %zero : {bits}
     %y = arith.bitcast %1 : {bits} to {element}
 """
-_MOVES = frozenset(
-    {
-        "linalg.transpose",
-        "tensor.cast",
-        "tensor.collapse_shape",
-        "tensor.expand_shape",
-        "tensor.extract_slice",
-    }
-)
+_MOVES = VIEWS | {"linalg.transpose"}
 _INSERT = "tensor.insert_slice"
 
 

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+# Ops whose result is the numbers of their first operand, in the same order.
+RESHAPES = frozenset({"tensor.cast", "tensor.collapse_shape", "tensor.expand_shape"})
+# ... or some of them.
+VIEWS = RESHAPES | {"tensor.extract_slice"}
+
 
 def inputs_of(op: Any) -> list[Any]:
     """Return what an op reads, without what its results start from: an operand for each result."""
