@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from lowering.artifact import EntryPoint
-from lowering.signature import ScalarSpec, Signature, TensorSpec
+from lowering.signature import Check, ScalarSpec, Signature, TensorSpec
 
 FORMAT = 1
 MEMBER = "npu_iree.json"
@@ -256,6 +256,7 @@ def _call(row: _Row) -> Call:
             inputs=tuple(_spec(r) for r in function.rows("inputs")),
             parameters=tuple(_tensor(r) for r in function.rows("parameters")),
             outputs=tuple(_tensor(r) for r in function.rows("outputs")),
+            checks=_checks(function),
         ),
         takes=tuple(_source(r) for r in row.rows("takes")),
         outputs=tuple(_source(r) for r in row.rows("outputs")),
@@ -289,6 +290,18 @@ def _source(row: _Row) -> Source:
     if kind not in ("argument", "result", "state", "parameter", "constant", "size"):
         raise ValueError(f"{row.place}: no value comes from a {_short(kind)}")
     return Source(kind, row.take("index", int), row.take("name", str), _constant(row))
+
+
+def _checks(row: _Row) -> tuple[Check, ...]:
+    """Read what versions that checked nothing did not write."""
+    return tuple(map(_check, row.rows("checks"))) if "checks" in row.values else ()
+
+
+def _check(row: _Row) -> Check:
+    kind = row.take("kind", str)
+    if kind not in ("index", "division"):
+        raise ValueError(f"{row.place}: nothing is known of a check of the kind {_short(kind)}")
+    return Check(kind, row.take("text", str))  # type: ignore[arg-type]
 
 
 def _dispatches(row: _Row) -> tuple[Dispatch, ...]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -72,6 +75,11 @@ _SIZE_OPS = frozenset(
         torch.ops.aten.sym_numel.default,
     }
 )
+
+
+def origin_of(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a node's meta tells where it comes from; the rest is of its value."""
+    return {name: meta[name] for name in ("nn_module_stack", "stack_trace") if name in meta}
 
 
 def view_root(node: fx.Node) -> fx.Node:

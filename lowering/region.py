@@ -11,6 +11,7 @@ from torch import fx
 
 from lowering.abi import parameter_name
 from lowering.capture import INLINE_CONSTANT_ELEMENTS, CapturedGraph
+from lowering.checks import keep_right
 from lowering.dtypes import dtype_name
 from lowering.graph_modules import graph_module_of
 from lowering.segments import Segment
@@ -27,7 +28,8 @@ class Region:
 
     Attributes:
         name: `region0`, `region1`, ...
-        graph_module: inputs first, then the bound parameters, as placeholders; all contiguous.
+        graph_module: inputs first, then the bound parameters, as placeholders; all contiguous. What
+            the signature's checks find is its last output.
         inputs: nodes of the captured graph behind the inputs.
         parameters: nodes of the captured graph behind the bound parameters.
         parameter_names: what they are bound under: `p0`, `p1`, ... if nothing else was asked for,
@@ -87,11 +89,13 @@ def extract_region(
         values[node] = graph.node_copy(node, lambda n: values[n])
         values[node].meta = copy.copy(node.meta)
     graph.output([_give(graph, values[n], n) for n in outputs])
+    checks = keep_right(graph)
     owner = segment.nodes[0].graph.owning_module
     signature = Signature(
         inputs=tuple(value_spec(n.meta["val"]) for n in inputs),
         parameters=tuple(tensor_spec(n.meta["val"]) for n in parameters),
         outputs=tuple(tensor_spec(n.meta["val"]) for n in outputs),
+        checks=checks,
     )
     return Region(
         name=segment.name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,19 @@ class ScalarSpec:
 
 
 @dataclass(frozen=True)
+class Check:
+    """What a call of a region checks of the values that it is given.
+
+    Attributes:
+        kind: of eager's error: `index` (out of range) or `division` (of integers by zero).
+        text: what is wrong if it fails, with the op and the user's line.
+    """
+
+    kind: Literal["index", "division"]
+    text: str
+
+
+@dataclass(frozen=True)
 class Signature:
     """What a region takes and gives.
 
@@ -49,11 +63,15 @@ class Signature:
         inputs: arguments of each call, in order.
         parameters: tensors bound once, in order; bound under the names `p0`, `p1`, ...
         outputs: results, in order.
+        checks: what a call checks (`lowering.checks`). If it checks anything, it gives one more
+            result: an `i64` of no dimension, which is the number of the first check that has
+            failed, counted from 1; 0, if none has.
     """
 
     inputs: tuple[TensorSpec | ScalarSpec, ...]
     parameters: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
+    checks: tuple[Check, ...] = ()
 
     def __str__(self) -> str:
         bound = f" [{len(self.parameters)} bound]" if self.parameters else ""

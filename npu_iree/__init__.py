@@ -20,6 +20,8 @@ _PUBLIC = {
     "DeviceTimeoutError": "npu_iree.errors",
     "DonatedTensorError": "npu_iree.errors",
     "HostCopyError": "npu_iree.errors",
+    "IndexOutOfRangeError": "npu_iree.errors",
+    "IntegerDivisionError": "npu_iree.errors",
     "KernelError": "npu_iree.errors",
     "Ledger": "npu_iree.transfers",
     "NotCompiledError": "npu_iree.errors",

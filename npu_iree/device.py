@@ -157,6 +157,12 @@ class Device:
         tensor: torch.Tensor = torch._C._from_dlpack(self.hal.create_dlpack_capsule(view, 1, 0))
         return tensor if tensor.dtype is dtype else tensor.view(dtype)
 
+    def read_number(self, view: object) -> int:
+        """Return the integer that a view holds, whose bytes exist."""
+        (at_hand,), points = self.memory.fetch([view], [NOW])
+        wait_all(points)
+        return int(self.as_tensor(at_hand, torch.int64))
+
     def track(self, point: Timepoint, nbytes: int) -> None:
         """Count submitted work; waits for the oldest if too much is in flight."""
         limit, limit_bytes = self.target.max_in_flight, self.target.max_in_flight_bytes

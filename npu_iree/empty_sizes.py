@@ -14,6 +14,7 @@ from lowering.region import Region
 from lowering.signature import TensorSpec
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device
+from npu_iree.errors import CHECK_ERRORS
 
 
 def may_be_empty(region: Region) -> bool:
@@ -43,10 +44,16 @@ def run_on_host(
         region: what to run.
         arguments: as its executable takes them.
         parameters: what it has bound, each in the memory order of the region.
+
+    Raises:
+        BadValueError: it was given a value that eager refuses.
     """
     handles = [a for a in arguments if isinstance(a, DeviceArray)]
     tensors = iter(device.gather(handles))
     values = [next(tensors) if isinstance(a, DeviceArray) else a for a in arguments]
     with torch.no_grad():
         results = region.graph_module(*values, *parameters)
+    if region.signature.checks and (number := int(results.pop())):
+        check = region.signature.checks[number - 1]
+        raise CHECK_ERRORS[check.kind](region.name, (), check.text)
     return [device.put(result) for result in results]

@@ -19,12 +19,15 @@ from lowering.kernels import KernelError
 __all__ = [
     "ArgumentError",
     "ArtifactError",
+    "BadValueError",
     "CapabilityError",
     "DeviceError",
     "DeviceTimeoutError",
     "DonatedTensorError",
     "HostCopyError",
     "HostOp",
+    "IndexOutOfRangeError",
+    "IntegerDivisionError",
     "InternalError",
     "KernelError",
     "NotCompiledError",
@@ -94,9 +97,37 @@ class DeviceError(NpuIreeError):
         super().__init__(f"{region} failed on the device: {cause}{computes}")
 
 
+class BadValueError(DeviceError, RuntimeError):
+    """The device was given a value that eager refuses, and has gone on with another.
+
+    Raised where somebody waits for what was computed with it, or for anything that follows.
+    """
+
+    def __str__(self) -> str:
+        return f"{self.cause} (found by {self.region} on the device)"
+
+
+class IndexOutOfRangeError(BadValueError, IndexError):
+    """An index lies outside of the tensor that it is for.
+
+    The device has read and written within the tensor, at another place.
+    """
+
+
+class IntegerDivisionError(BadValueError, ZeroDivisionError):
+    """An integer is divided by zero."""
+
+
 class DeviceTimeoutError(NpuIreeError, TimeoutError):
     """A wait ended before the device did; the work goes on, and one may wait again."""
 
 
 class DonatedTensorError(NpuIreeError, RuntimeError):
     """A tensor is used after a call has taken its memory over."""
+
+
+# What a region's checks find (`lowering.signature.Check.kind`) -> the error.
+CHECK_ERRORS: dict[str, type[BadValueError]] = {
+    "division": IntegerDivisionError,
+    "index": IndexOutOfRangeError,
+}

@@ -24,12 +24,13 @@ from lowering.abi import (
 )
 from lowering.artifact import Artifact
 from lowering.dtypes import DTYPES
-from lowering.signature import TensorSpec
+from lowering.signature import Check, TensorSpec
 from npu_iree.arenas import Arena
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device
-from npu_iree.errors import DeviceError
+from npu_iree.errors import CHECK_ERRORS, BadValueError, DeviceError
 from npu_iree.timeline import Timepoint, Work, joined, new_fence, submitted
+from npu_iree.transfers import Transfer, is_watched, record
 
 _INSTANCE = hal.VmInstance()
 _List: Any = hal.VmVariantList
@@ -205,6 +206,7 @@ class Function:
         self._function = function
         self._outputs = [(DTYPES[s.dtype], _static(s)) for s in entry.signature.outputs]
         self._arity = len(entry.signature.inputs) + 2  # and both fences
+        self._checks = entry.signature.checks
         self._lent_bytes = executable._lent_bytes.get(name, 0)
 
     def __call__(
@@ -270,7 +272,8 @@ class Function:
         signal = new_fence(lane.device)
         inputs.push_ref(fence)
         inputs.push_ref(signal)
-        results = _List(len(self._outputs))
+        count = len(self._outputs)
+        results = _List(count + bool(self._checks))
         arena: Arena | None = None
         try:
             with executable._lock:
@@ -286,16 +289,50 @@ class Function:
             for point in points:  # what has failed already fails this, and tells better why
                 point.is_reached()
             raise DeviceError(self.work.name, self.work.ops, str(error)) from error
-        ready = Timepoint(signal, self.work, ahead)
+        finding = None
+        if self._checks:
+            failed = results.get_as_object(count, _View)
+            finding = FailedCheck(self._device, failed, self.work, self._checks)
+        ready = Timepoint(signal, self.work, ahead, finding)
         if arena is not None:
             arena.end_with(ready)
         if lane is not executable._queue:
             ready.look()
-        views = [results.get_as_object(i, _View) for i in range(len(self._outputs))]
+        views = [results.get_as_object(i, _View) for i in range(count)]
         submitted(ready)
         if not ready._reached:
             self._device.track(ready, sum([view.byte_length for view in views]))
         return views, ready
+
+
+class FailedCheck:
+    """What a call has found of its values (a `Finding`).
+
+    Args:
+        device: where it ran.
+        view: of the number of the first check that has failed, counted from 1, or of 0.
+        work: what the call was.
+        checks: what it checks.
+    """
+
+    __slots__ = ("_checks", "_device", "_view", "_work", "is_at_hand")
+
+    def __init__(self, device: Device, view: Any, work: Work, checks: Sequence[Check]) -> None:
+        self._device = device
+        self._view = view
+        self._work = work
+        self._checks = checks
+        self.is_at_hand = device.crossing_mode == "aliased"
+
+    def error(self) -> BadValueError | None:
+        """Read it (see `Finding`)."""
+        if not self.is_at_hand and is_watched():
+            record(Transfer("d2h", "staged", self._view.byte_length, "checks", self._work.name))
+        number = self._device.read_number(self._view)
+        if not number:
+            return None
+        check = self._checks[number - 1]
+        return CHECK_ERRORS[check.kind](self._work.name, self._work.ops, check.text)
 
 
 def push_number(inputs: Any, number: float) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from iree.runtime import _binding as hal
 
@@ -33,19 +33,43 @@ class Work:
     ops: tuple[str, ...] = ()
 
 
+class Finding(Protocol):
+    """What a piece of work that has run to its end may have found wrong with its arguments.
+
+    Attributes:
+        is_at_hand: whether the host can read it where it lies; else it is copied for who waits.
+    """
+
+    is_at_hand: bool
+
+    def error(self) -> DeviceError | None:
+        """Read it: None, if all was right."""
+
+
 class Timepoint:
     """The point at which a piece of device work has ended.
 
     Knows the points it waits for, until it is known to have been reached itself: so a failure can
     be told from its consequences, and history does not pile up.
+
+    Work fails in one of two ways. The device fails its fence, and with it the fences of all that
+    waits for it. Or it ends, having found its arguments wrong (`Finding`): its fence knows nothing
+    of that, so whoever asks about a point asks about those before it, too.
     """
 
-    __slots__ = ("_after", "_error", "_reached", "fence", "work")
+    __slots__ = ("_after", "_error", "_finding", "_reached", "fence", "work")
 
-    def __init__(self, fence: Any, work: Work, after: Sequence[Timepoint] = ()) -> None:
+    def __init__(
+        self,
+        fence: Any,
+        work: Work,
+        after: Sequence[Timepoint] = (),
+        finding: Finding | None = None,
+    ) -> None:
         self.fence = fence
         self.work = work
         self._after: Sequence[Timepoint] = after
+        self._finding = finding
         self._reached = False
         self._error: DeviceError | None = None
 
@@ -62,12 +86,9 @@ class Timepoint:
         if self._reached:
             return True
         try:
-            is_reached = self.fence.wait(timeout=0)
+            return bool(self.fence.wait(timeout=0)) and self._has_ended(may_copy=False)
         except RuntimeError:
             return False
-        if is_reached:
-            self._has_ended()
-        return bool(is_reached)
 
     def follows(self, other: Timepoint) -> bool:
         """Say whether the work begins after another, if that is not far back in its history."""
@@ -109,12 +130,50 @@ class Timepoint:
         except RuntimeError as error:
             self._error = self._first_failure(str(error))
             raise self._error from error
-        self._has_ended()
+        self._has_ended(may_copy=timeout_ns != 0)
+        if self._error is not None:
+            raise self._error
         return True
 
-    def _has_ended(self) -> None:
-        self._reached = True
-        self._after = ()
+    def _has_ended(self, *, may_copy: bool) -> bool:
+        """Say whether the work, of which the fence says that it has ended, has ended well.
+
+        Args:
+            may_copy: whether findings may be copied from the device. If not, work is taken to have
+                ended well that has some which are not at hand, and nothing is forgotten.
+        """
+        if not self._after and self._finding is None:
+            self._reached = self._error is None
+            return self._reached
+        pending = [self]
+        while pending:  # those far back first; of any length, so without recursion
+            point = pending[-1]
+            ahead = () if point._is_settled() else point._after
+            unknown = [before for before in ahead if not before._is_settled()]
+            if unknown:
+                pending += unknown
+                continue
+            if not point._is_settled() and not point._settle(ahead, may_copy=may_copy):
+                return True
+            pending.pop()
+        return self._reached
+
+    def _is_settled(self) -> bool:
+        return self._reached or self._error is not None
+
+    def _settle(self, ahead: Sequence[Timepoint], *, may_copy: bool) -> bool:
+        """Find out how work has ended, when that is known of all before it; False: not yet."""
+        error = next((before._error for before in ahead if before._error is not None), None)
+        if error is None and (finding := self._finding) is not None:
+            if not (finding.is_at_hand or may_copy):
+                return False
+            error = finding.error()
+        if error is not None:  # and what is before it stays known: other threads may look now
+            self._error = error
+        else:
+            self._reached = True
+            self._after, self._finding = (), None
+        return True
 
     def _first_failure(self, cause: str) -> DeviceError:
         """Name the first region on the way from the root of the failure to this point."""
@@ -130,10 +189,11 @@ class Timepoint:
         if self._error is not None:
             return True
         try:
-            self.fence.wait(timeout=0)
+            if self.fence.wait(timeout=0):
+                self._has_ended(may_copy=False)
         except RuntimeError:
             return True
-        return False
+        return self._error is not None
 
     def __repr__(self) -> str:
         return f"<Timepoint of {self.work.name}>"

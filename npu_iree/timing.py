@@ -21,7 +21,7 @@ from iree.runtime import _binding as hal
 
 from lowering.artifact import Artifact, EntryPoint
 from lowering.dtypes import DTYPES
-from lowering.signature import ScalarSpec, Signature, TensorSpec
+from lowering.signature import Check, ScalarSpec, Signature, TensorSpec
 from lowering.target import CompileTarget
 from lowering.tuning import DEFAULT
 from npu_iree.device import Device, open_device
@@ -254,7 +254,11 @@ def _put(device: Device, value: Any) -> Any:
 
 
 def _signature(row: Mapping[str, Any]) -> Signature:
-    return Signature(*(tuple(map(_spec, row[k])) for k in ("inputs", "parameters", "outputs")))  # type: ignore[arg-type]
+    inputs, parameters, outputs = (
+        tuple(map(_spec, row[kind])) for kind in ("inputs", "parameters", "outputs")
+    )
+    checks = tuple(Check(**check) for check in row["checks"])
+    return Signature(inputs, parameters, outputs, checks)  # type: ignore[arg-type]
 
 
 def _spec(row: Mapping[str, Any]) -> TensorSpec | ScalarSpec:

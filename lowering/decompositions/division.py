@@ -3,6 +3,8 @@
 Of integers, torch-mlir truncates. Of floats, it computes quotients that are rounded up to a whole
 number, and remainders that lose all digits where the quotient is large; its `aten.remainder` of two
 tensors of floats is exact, so that the others are made of it.
+
+The least integer divided by -1 has no place in its dtype: on x86, that ends the process.
 Source: `div_floor` and `fmod` in PyTorch's BinaryOpsKernel.cpp, after CPython's `float_floor_div`.
 """
 
@@ -12,14 +14,21 @@ from typing import Any, TypeAlias
 
 import torch
 
+from lowering.decompositions.recursion import Ours
+
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 Operand: TypeAlias = torch.Tensor | int | float
+_OURS = Ours()
 _UNSIGNED = torch.uint8  # torch-mlir takes it for signed
 
 
 def div_mode(x: Operand, y: Operand, *, rounding_mode: str | None = None) -> Any:
     """Decompose floor divisions: truncate integers and correct for the signs; floats, see below."""
+    if rounding_mode == "trunc" and _may_overflow(x, y):
+        with _OURS:
+            quotient = torch.div(x, _without_minus_one(y), rounding_mode="trunc")
+        return torch.where(y == -1, -x, quotient)  # type: ignore[arg-type]
     if rounding_mode != "floor":
         return _UNCHANGED
     if _are_floats(x, y):
@@ -38,6 +47,9 @@ def remainder(x: Operand, y: Operand) -> Any:
     """Decompose `aten.remainder` of unsigned integers, and that of a number or by one."""
     if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
         return torch.remainder(*_promoted(x, y))
+    if _may_overflow(x, y):
+        with _OURS:
+            return torch.remainder(x, _without_minus_one(y))
     if x.dtype is not _UNSIGNED or y.dtype is not _UNSIGNED:
         return _UNCHANGED
     return torch.remainder(x.to(torch.int32), y.to(torch.int32)).to(_UNSIGNED)
@@ -45,6 +57,9 @@ def remainder(x: Operand, y: Operand) -> Any:
 
 def fmod(x: torch.Tensor, y: Operand) -> Any:
     """Decompose `aten.fmod` of floats: the remainder of the sizes, with the sign of the first."""
+    if _may_overflow(x, y):
+        with _OURS:
+            return torch.fmod(x, _without_minus_one(y))
     if not _are_floats(x, y):
         return _UNCHANGED
     x, y = _promoted(x, y)
@@ -61,6 +76,19 @@ def _floor_of_floats(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     whole = torch.where(quotient - whole > 0.5, whole + 1, whole)
     whole = torch.where(quotient == 0, torch.where(x / y < 0, -0.0, 0.0).to(x.dtype), whole)
     return torch.where(y == 0, x / y, whole)
+
+
+def _may_overflow(x: Operand, y: Operand) -> bool:
+    """Say whether integers are divided by others of which nothing is known."""
+    if _OURS.is_done or not isinstance(y, torch.Tensor):
+        return False
+    dtype = torch.result_type(x, y)
+    return not dtype.is_floating_point and dtype.is_signed
+
+
+def _without_minus_one(y: Any) -> torch.Tensor:
+    """Give divisors that leave the same rests, and none of which is -1."""
+    return torch.where(y == -1, 1, y)
 
 
 def _are_floats(x: Operand, y: Operand) -> bool:

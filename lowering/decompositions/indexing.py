@@ -8,16 +8,17 @@ dimension of the values: memory that nobody wrote would be scattered.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from lowering.decompositions.recursion import Ours
 from lowering.sizes import is_static
 
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
+_OURS = Ours()
 
 
 def index_put(
@@ -47,21 +48,6 @@ def index_put(
         indices, values = _by_rows(x, indices, values)
     with _OURS:
         return aten.index_put.default(x, indices, values, accumulate)
-
-
-class _Ours(threading.local):
-    """Within it, an `index_put` is what one has been decomposed into."""
-
-    is_done = False
-
-    def __enter__(self) -> None:
-        self.is_done = True
-
-    def __exit__(self, *_: object) -> None:
-        self.is_done = False
-
-
-_OURS = _Ours()
 
 
 def _wants_rows(

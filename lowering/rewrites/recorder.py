@@ -15,10 +15,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowering.decompositions import decomposition_table
+from lowering.nodes import origin_of
 
 _KEPT = ("mv",)  # what a rewrite writes because it is to stay
-# What of a node's meta tells where it comes from; the rest is of its value.
-_ORIGIN = ("nn_module_stack", "stack_trace")
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -50,7 +49,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Returns:
             What the function returned, with nodes in the place of tensors.
         """
-        self._meta = {name: meta[name] for name in _ORIGIN if name in meta}
+        self._meta = origin_of(meta)
         with self._fakes, torch.no_grad():
             args = fx.map_arg(args, self._tensor)
             with self:
