@@ -178,8 +178,11 @@ def run_models(args: argparse.Namespace) -> None:
         pythons=dict(pair.split("=", 1) for pair in args.python),
         options={} if args.tune == "off" else {"tune": args.tune},
     )
+    names = list(MODELS) if args.models == ["all"] else args.models
+    if unknown := set(names) - set(MODELS):
+        raise SystemExit(f"no model {', '.join(sorted(unknown))}; there are: {', '.join(MODELS)}")
     for batch in args.batch:
-        for name in MODELS if args.models == ["all"] else args.models:
+        for name in names:
             case = f"{name} x{batch}"
             if case not in run["cases"]:
                 run["cases"][case] = suite.as_json(suite.measure(name, batch, plan))

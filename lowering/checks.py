@@ -21,6 +21,7 @@ from lowering.decompositions import op_name
 from lowering.intervals import Interval, Intervals
 from lowering.nodes import draws_random_numbers, is_one_of
 from lowering.signature import Check
+from lowering.sizes import is_static
 from lowering.source import user_line
 
 aten = torch.ops.aten
@@ -72,6 +73,14 @@ class _Index:
         low, high = writer.once(self, lambda: self._bounds(writer, origin))
         return writer.write(origin, given.meta["val"], aten.clamp.default, given, low, high)
 
+    def is_wrong(self, writer: _Writer, origin: fx.Node, given: fx.Node) -> fx.Node:
+        """Write where values are wrong."""
+        low, high = writer.once(self, lambda: self._bounds(writer, origin))
+        flags = given.meta["val"].to(torch.bool)
+        below = writer.write(origin, flags, aten.lt.Scalar, given, low)
+        above = writer.write(origin, flags, aten.gt.Scalar, given, high)
+        return writer.write(origin, flags, aten.logical_or.default, below, above)
+
     def _bounds(self, writer: _Writer, origin: fx.Node) -> tuple[Any, Any]:
         size = self.size
         if isinstance(size, int):
@@ -106,8 +115,13 @@ class _Divisor:
         """Write values that are right, and the same where those given are."""
         value = given.meta["val"]
         one = writer.write(origin, value, aten.full_like.default, given, 1)
-        is_zero = writer.write(origin, value.to(torch.bool), aten.eq.Scalar, given, 0)
+        is_zero = self.is_wrong(writer, origin, given)
         return writer.write(origin, value, aten.where.self, is_zero, one, given)
+
+    def is_wrong(self, writer: _Writer, origin: fx.Node, given: fx.Node) -> fx.Node:
+        """Write where values are wrong."""
+        flags = given.meta["val"].to(torch.bool)
+        return writer.write(origin, flags, aten.eq.Scalar, given, 0)
 
     def __str__(self) -> str:
         return "integer division by zero"
@@ -142,7 +156,9 @@ class _Operand:
     def root(self) -> fx.Node:
         """What has the same elements, and maybe fewer times."""
         node = self.given
-        while is_one_of(node, _SAME_ELEMENTS):
+        if not is_static(node.meta["val"]) or node.meta["val"].numel() == 0:
+            return node  # it may have been expanded to nothing
+        while is_one_of(node, _SAME_ELEMENTS) and node.target is not aten.view.dtype:
             node = node.args[0]  # type: ignore[assignment]
         return node
 
@@ -172,7 +188,7 @@ def keep_right(graph: fx.Graph) -> tuple[Check, ...]:
 
     Before: %1 = embedding(%w, %i); return [%1]                              with %w of [50, 8]
     After:  %2 = clamp(%i, 0, 49); %1 = embedding(%w, %2)
-            %3 = where(any(ne(%i, clamp(%i, 0, 49))), 1, 0); return [%1, %3]
+            %3 = sum(or(lt(%i, 0), gt(%i, 49))); return [%1, %3]
 
     What can never be wrong is left alone: an `arange`, an `argmax`, a divisor that is a number.
 
@@ -204,18 +220,19 @@ def keep_right(graph: fx.Graph) -> tuple[Check, ...]:
 
 
 def _first_failure(writer: _Writer, checks: list[tuple[_Operand, fx.Node]]) -> fx.Node:
-    """Write the number of the first check that has failed, counted from 1, or 0."""
+    """Write the number of the first check that has failed, counted from 1, or 0.
+
+    Of a check alone it is how many values are wrong: sums are what compilers reduce to best.
+    """
     number: Any = None
     for i, (operand, root) in reversed([*enumerate(checks, start=1)]):
-        value, write = root.meta["val"], functools.partial(writer.write, operand.node)
-        flag = value.new_empty((), dtype=torch.bool)
-        one = value.new_empty((), dtype=torch.int64)
-        kept = operand.rule.keep(writer, operand.node, root)
-        has_moved = write(value.to(torch.bool), aten.ne.Tensor, root, kept)
-        has_failed = write(flag, aten.any.default, has_moved)
-        own, none = (
-            write(one, aten.full_like.default, has_failed, n, dtype=torch.int64) for n in (i, 0)
-        )
+        write = functools.partial(writer.write, operand.node)
+        one = root.meta["val"].new_empty((), dtype=torch.int64)
+        count = write(one, aten.sum.default, operand.rule.is_wrong(writer, operand.node, root))
+        if len(checks) == 1:
+            return count
+        has_failed = write(one.to(torch.bool), aten.ne.Scalar, count, 0)
+        own, none = (write(one, aten.full_like.default, count, n) for n in (i, 0))
         number = write(one, aten.where.self, has_failed, own, number or none)
     return number  # type: ignore[no-any-return]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,6 +141,17 @@ class StageError(NpuIreeError):
 
     @property
     def summary(self) -> str:
-        """The stage and the first line of what the compiler said."""
-        lines = self.diagnostics.splitlines() or ["no reason given"]
-        return f"stage {self.stage}: {lines[0][:300]}"
+        """The stage and the first line of what the compiler said, or two, if one says little."""
+        first, *rest = self.diagnostics.splitlines() or ["no reason given"]
+        if first.endswith(":") and rest:
+            first = f"{first} {rest[0].strip()}"
+        return f"stage {self.stage}: {first[:300]}"
+
+
+def said(error: Exception) -> str:
+    """Return what an error of a stage says: the compiler's words, or which error of ours it is."""
+    text = str(error)
+    if isinstance(error, (NpuIreeError, RuntimeError)) or type(error).__name__ == "MLIRError":
+        return text or type(error).__name__
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {text} (at {frame.filename}:{frame.lineno})"

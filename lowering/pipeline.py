@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from lowering.cpu import required_features
-from lowering.errors import CancelledError, StageError, WorkerStartError
+from lowering.errors import CancelledError, StageError, WorkerStartError, said
 from lowering.kernels import Kernel, used_kernels
 from lowering.program import Program
 from lowering.rewrites import rewrite
@@ -206,7 +206,7 @@ def run_stage(
     except WorkerStartError:  # that says nothing of the program
         raise
     except Exception as error:
-        raise StageError(stage.name, _first_lines(str(error)), dump) from error
+        raise StageError(stage.name, _first_lines(said(error)), dump) from error
     log.debug("stage %s took %.3f s", stage.name, time.perf_counter() - started)
     if dump is not None:
         data = product if isinstance(product, bytes) else product.encode()

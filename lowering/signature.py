@@ -64,14 +64,18 @@ class Signature:
         parameters: tensors bound once, in order; bound under the names `p0`, `p1`, ...
         outputs: results, in order.
         checks: what a call checks (`lowering.checks`). If it checks anything, it gives one more
-            result: an `i64` of no dimension, which is the number of the first check that has
-            failed, counted from 1; 0, if none has.
+            result, an `i64` of no dimension: 0, or the number of the first check that has failed,
+            counted from 1; of a check alone, how many values are wrong.
     """
 
     inputs: tuple[TensorSpec | ScalarSpec, ...]
     parameters: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     checks: tuple[Check, ...] = ()
+
+    def failed(self, number: int) -> Check | None:
+        """Return the check that has failed if this is the number that a call has given."""
+        return self.checks[min(number, len(self.checks)) - 1] if number else None
 
     def __str__(self) -> str:
         bound = f" [{len(self.parameters)} bound]" if self.parameters else ""

@@ -20,6 +20,7 @@ import sys
 import time
 from typing import Any, BinaryIO
 
+from lowering.errors import said
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.iree_session import load_iree
 from lowering.stages.torch_mlir_context import load_torch_mlir
@@ -96,7 +97,7 @@ def _serve(head: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
     except MemoryError:
         return {"error": "it ran out of memory"}, b""
     except Exception as error:
-        return {"error": str(error) or type(error).__name__}, b""
+        return {"error": said(error)}, b""
     if problem:
         return {"error": problem}, b""
     data = product if isinstance(product, bytes) else product.encode()

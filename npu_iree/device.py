@@ -145,6 +145,8 @@ class Device:
         if self._is_of_parent:
             self._refuse()
         views, points = self.memory.fetch([a._view for a in arrays], [a.ready for a in arrays])
+        for array in arrays:
+            array.ready.copy_finding()
         wait_all(points, timeout_s)
         if self.order is not None:
             for point in self.order():
@@ -156,12 +158,6 @@ class Device:
         """Return the bytes of a view, which the host may read, as a tensor of this dtype."""
         tensor: torch.Tensor = torch._C._from_dlpack(self.hal.create_dlpack_capsule(view, 1, 0))
         return tensor if tensor.dtype is dtype else tensor.view(dtype)
-
-    def read_number(self, view: object) -> int:
-        """Return the integer that a view holds, whose bytes exist."""
-        (at_hand,), points = self.memory.fetch([view], [NOW])
-        wait_all(points)
-        return int(self.as_tensor(at_hand, torch.int64))
 
     def track(self, point: Timepoint, nbytes: int) -> None:
         """Count submitted work; waits for the oldest if too much is in flight."""

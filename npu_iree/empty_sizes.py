@@ -53,7 +53,6 @@ def run_on_host(
     values = [next(tensors) if isinstance(a, DeviceArray) else a for a in arguments]
     with torch.no_grad():
         results = region.graph_module(*values, *parameters)
-    if region.signature.checks and (number := int(results.pop())):
-        check = region.signature.checks[number - 1]
+    if region.signature.checks and (check := region.signature.failed(int(results.pop()))):
         raise CHECK_ERRORS[check.kind](region.name, (), check.text)
     return [device.put(result) for result in results]

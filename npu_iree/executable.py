@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +25,12 @@ from lowering.abi import (
 )
 from lowering.artifact import Artifact
 from lowering.dtypes import DTYPES
-from lowering.signature import Check, TensorSpec
+from lowering.signature import Signature, TensorSpec
 from npu_iree.arenas import Arena
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device
-from npu_iree.errors import CHECK_ERRORS, BadValueError, DeviceError
-from npu_iree.timeline import Timepoint, Work, joined, new_fence, submitted
+from npu_iree.errors import CHECK_ERRORS, DeviceError
+from npu_iree.timeline import NOW, Timepoint, Work, joined, new_fence, submitted
 from npu_iree.transfers import Transfer, is_watched, record
 
 _INSTANCE = hal.VmInstance()
@@ -206,7 +207,7 @@ class Function:
         self._function = function
         self._outputs = [(DTYPES[s.dtype], _static(s)) for s in entry.signature.outputs]
         self._arity = len(entry.signature.inputs) + 2  # and both fences
-        self._checks = entry.signature.checks
+        self._signature = entry.signature
         self._lent_bytes = executable._lent_bytes.get(name, 0)
 
     def __call__(
@@ -273,7 +274,8 @@ class Function:
         inputs.push_ref(fence)
         inputs.push_ref(signal)
         count = len(self._outputs)
-        results = _List(count + bool(self._checks))
+        has_checks = bool(self._signature.checks)
+        results = _List(count + has_checks)
         arena: Arena | None = None
         try:
             with executable._lock:
@@ -290,9 +292,9 @@ class Function:
                 point.is_reached()
             raise DeviceError(self.work.name, self.work.ops, str(error)) from error
         finding = None
-        if self._checks:
+        if has_checks:
             failed = results.get_as_object(count, _View)
-            finding = FailedCheck(self._device, failed, self.work, self._checks)
+            finding = FailedCheck(self._device, failed, self.work, self._signature)
         ready = Timepoint(signal, self.work, ahead, finding)
         if arena is not None:
             arena.end_with(ready)
@@ -310,28 +312,43 @@ class FailedCheck:
 
     Args:
         device: where it ran.
-        view: of the number of the first check that has failed, counted from 1, or of 0.
+        view: of the number that says so.
         work: what the call was.
-        checks: what it checks.
+        signature: says what the number means.
     """
 
-    __slots__ = ("_checks", "_device", "_view", "_work", "is_at_hand")
+    __slots__ = ("_copy", "_device", "_signature", "_view", "_work", "is_at_hand")
 
-    def __init__(self, device: Device, view: Any, work: Work, checks: Sequence[Check]) -> None:
+    def __init__(self, device: Device, view: Any, work: Work, signature: Signature) -> None:
         self._device = device
         self._view = view
         self._work = work
-        self._checks = checks
+        self._signature = signature
+        self._copy: tuple[Any, Timepoint] | None = None
         self.is_at_hand = device.crossing_mode == "aliased"
 
-    def error(self) -> BadValueError | None:
+    def copy(self, ready: Timepoint) -> None:
+        """Have it copied from the device (see `Finding`)."""
+        if self._copy is None:
+            if is_watched():
+                record(Transfer("d2h", "staged", self._view.byte_length, "checks", self._work.name))
+            (view,), (point,) = self._device.memory.fetch([self._view], [ready])
+            self._copy = view, point
+
+    def error(self) -> DeviceError | None:
         """Read it (see `Finding`)."""
-        if not self.is_at_hand and is_watched():
-            record(Transfer("d2h", "staged", self._view.byte_length, "checks", self._work.name))
-        number = self._device.read_number(self._view)
-        if not number:
+        view = self._view
+        if not self.is_at_hand:
+            self.copy(NOW)
+            assert self._copy is not None
+            view, copied = self._copy
+            try:
+                copied.wait_for_device()
+            except DeviceError as error:
+                return error
+        check = self._signature.failed(int.from_bytes(view.map(), sys.byteorder))
+        if check is None:
             return None
-        check = self._checks[number - 1]
         return CHECK_ERRORS[check.kind](self._work.name, self._work.ops, check.text)
 
 

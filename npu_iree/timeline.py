@@ -42,6 +42,9 @@ class Finding(Protocol):
 
     is_at_hand: bool
 
+    def copy(self, ready: Timepoint) -> None:
+        """Have it copied from the device when the work has ended, which somebody will wait for."""
+
     def error(self) -> DeviceError | None:
         """Read it: None, if all was right."""
 
@@ -90,6 +93,11 @@ class Timepoint:
         except RuntimeError:
             return False
 
+    def copy_finding(self) -> None:
+        """Have what the work finds on its way to the host: one is about to wait for the work."""
+        if (finding := self._finding) is not None and not finding.is_at_hand:
+            finding.copy(self)
+
     def follows(self, other: Timepoint) -> bool:
         """Say whether the work begins after another, if that is not far back in its history."""
         found = [self]
@@ -118,6 +126,17 @@ class Timepoint:
             return
         if not self._wait_ns(None if timeout_s is None else int(timeout_s * 1e9)):
             raise DeviceTimeoutError(f"{self.work.name} has not ended after {timeout_s} s")
+
+    def wait_for_device(self) -> None:
+        """Wait until the work has ended, whatever it and the work before it have found.
+
+        Raises:
+            DeviceError: as `wait`, of what the device itself has failed.
+        """
+        try:
+            self.fence.wait()
+        except RuntimeError as error:
+            raise self._first_failure(str(error)) from error
 
     def _wait_ns(self, timeout_ns: int | None) -> bool:
         if self._error is not None:

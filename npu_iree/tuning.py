@@ -115,6 +115,7 @@ def _signature(region: Region) -> dict[str, Any]:
         "inputs": [_spec(n) for n in region.inputs],
         "parameters": [_spec(n) for n in region.parameters],
         "outputs": [asdict(spec) for spec in signature.outputs],
+        "checks": [asdict(check) for check in signature.checks],
     }
 
 

@@ -29,6 +29,9 @@ def index_put(
 ) -> Any:
     """Decompose `aten.index_put`: indices count from the start, and one is for a whole row.
 
+    What a mask says is to be the same everywhere is chosen, not put: there it does not matter how
+    many places there are.
+
     torch-mlir writes where a negative index says, which is before the tensor. With whole dimensions
     first it writes element by element, so these get indices of their own; dynamic ones, too.
 
@@ -37,9 +40,10 @@ def index_put(
             %b = view(expand(view(arange(B), [B, 1]), [B, S]), [B*S]); %j = view(expand(%w), [B*S])
             %1 = index_put(%x, [%b, %j], view(%values, [B*S, D]))
     """
-    is_mask = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
-    if _OURS.is_done or is_mask:
+    if _OURS.is_done:
         return _UNCHANGED
+    if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return _by_mask(x, indices, values, accumulate)
     indices = [
         None if i is None else torch.where(i < 0, i + size, i)
         for i, size in zip(indices, x.shape, strict=False)
@@ -48,6 +52,44 @@ def index_put(
         indices, values = _by_rows(x, indices, values)
     with _OURS:
         return aten.index_put.default(x, indices, values, accumulate)
+
+
+def _by_mask(
+    x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool
+) -> Any:
+    """Choose between a tensor and values that do not depend on how many places a mask has.
+
+    Before: %1 = index_put(%x, [None, %m], %values)            with %x of [B, L, D], %m of [L], and
+            %values of [D]
+    After:  %1 = where(view(%m, [L, 1]), %values, %x)
+    """
+    (mask, *others) = (i for i in indices if i is not None)
+    first = next(d for d, i in enumerate(indices) if i is not None)
+    if others or mask.dtype is not torch.bool or mask.dim() == 0:
+        return _UNCHANGED
+    rest = x.dim() - first - mask.dim()
+    if values.dim() > rest:
+        places = values.dim() - rest - 1  # the dimension along which there is one for each place
+        if not isinstance(count := values.shape[places], int) or count != 1:
+            return _UNCHANGED
+        sizes = [*values.shape[:places], *[1] * mask.dim(), *values.shape[places + 1 :]]
+        values = values.reshape(sizes)
+    mask = mask.reshape([*mask.shape, *[1] * rest])
+    chosen = torch.where(mask, x + values if accumulate else values, x)
+    is_like = not is_static(x) or chosen.stride() == x.stride()
+    return chosen if is_like else aten.copy.default(torch.empty_like(x), chosen)
+
+
+def index_put_impl(
+    x: torch.Tensor,
+    indices: Sequence[torch.Tensor | None],
+    values: torch.Tensor,
+    accumulate: bool = False,
+    unsafe: bool = False,
+) -> torch.Tensor:
+    """Decompose `aten._index_put_impl`, which is what eager makes of `x[i] = values`."""
+    result: torch.Tensor = torch.ops.aten.index_put(x, indices, values, accumulate)
+    return result
 
 
 def _wants_rows(
@@ -92,4 +134,7 @@ def _broadcast(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [t.expand(shape) for t in tensors]
 
 
-DECOMPOSITIONS = {aten.index_put.default: index_put}
+DECOMPOSITIONS = {
+    aten._index_put_impl.default: index_put_impl,
+    aten.index_put.default: index_put,
+}

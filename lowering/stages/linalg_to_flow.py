@@ -11,6 +11,7 @@ from lowering.stages import CompileOptions, Stage
 from lowering.stages.barrier import drop_barriers
 from lowering.stages.call_kernels import link_kernels
 from lowering.stages.dispatch_work import walk
+from lowering.stages.index_inside import index_inside
 from lowering.stages.iree_session import CHANNELS_LAST, DATA_TILING, IreeSession
 from lowering.stages.keep_arguments import keep_arguments
 from lowering.stages.read_by_rows import mark_few_rows, read_by_rows
@@ -80,6 +81,7 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
             with ir.Location.unknown():
                 keep_arguments(function, options.given.get(symbol_of(function), ()))
                 sort_nans(function)
+                index_inside(function)
                 separate_writes(function)
                 separate_reads(function)
                 separate_slices(function)

@@ -7,6 +7,7 @@ that of a tensor.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -164,6 +165,14 @@ def _keep_parameters(apply: Callable[..., Any]) -> Callable[..., Any]:
             result.device.type,
         ):
             return apply(self, fn, recurse)
+        if held := [name for name, p in self.named_parameters() if _is_held(p)]:
+            more = f" and {len(held) - 1} others" if len(held) > 1 else ""
+            raise RuntimeError(
+                f"the module cannot move to {result.device} now, and has not: something else holds "
+                f"its parameter {held[0]!r}{more}, most likely a result whose backward pass needs "
+                "it. Drop that result (`del out`) or run its backward pass first, or compute it "
+                "under torch.no_grad()"
+            )
         future.set_swap_module_params_on_conversion(True)
         try:
             return apply(self, fn, recurse)
@@ -171,6 +180,26 @@ def _keep_parameters(apply: Callable[..., Any]) -> Callable[..., Any]:
             future.set_swap_module_params_on_conversion(False)
 
     return applied
+
+
+def _is_held(parameter: torch.nn.Parameter) -> bool:
+    """Say whether PyTorch would refuse to swap a parameter or its gradient.
+
+    Source: `torch.utils.swap_tensors`, which is called for one after the other: the refusal of the
+    last would leave a module that is half moved.
+    """
+    gradient: Any = parameter.grad
+    tensors = [parameter] if gradient is None else [parameter, gradient]
+    if any(map(weakref.getweakrefs, tensors)) or (gradient is not None and _uses(gradient) > 2):
+        return True  # the parameter itself is one that uses its gradient
+    if _uses(parameter) < 2:
+        return False
+    node = torch.autograd.graph.get_gradient_edge(parameter).node  # is the second, or is made now
+    return node is None or _uses(parameter) > 2
+
+
+def _uses(tensor: Any) -> int:
+    return int(tensor._use_count())
 
 
 def _from_cpu(method: Callable[..., Any]) -> Callable[..., Any]:

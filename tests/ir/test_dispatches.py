@@ -106,8 +106,9 @@ def test_what_depends_on_sizes_is_unknown() -> None:
 
 
 def test_what_depends_on_data_is_unknown() -> None:
-    (found,) = listed(Rows(), torch.zeros(5, dtype=torch.int64))
-    assert (found.nbytes, found.flops) == (None, 5 * 64)
+    rows, check = listed(Rows(), torch.zeros(5, dtype=torch.int64))
+    assert (rows.nbytes, rows.flops) == (None, 5 * 64 * 3)  # the index kept in bounds, and `* 2`
+    assert check.nbytes is not None
 
 
 def test_equal_device_programs_tell_all_lines_that_they_are_from() -> None:

@@ -182,12 +182,13 @@ def test_stock_iree_runs_the_same_files(
 ) -> None:
     case = cases[name]
     parameters = zoo / f"{case.model}.irpa"
+    manifest = read_manifest(zoo / f"{case.model}.vmfb")
+    assert manifest.entries[case.entry].function.checks
     if suffix == "safetensors":
-        manifest = read_manifest(zoo / f"{case.model}.vmfb")
         tensors = Parameters.from_file(parameters, manifest).tensors
         parameters = tmp_path / "parameters.safetensors"
         npu_iree.save_parameters(tensors, parameters)
-    outputs = [tmp_path / f"{i}.npy" for i in range(len(case.expected))]
+    *outputs, failed = [tmp_path / f"{i}.npy" for i in range(len(case.expected) + 1)]
     done = subprocess.run(
         [
             str(Path(sys.executable).parent / "iree-run-module"),
@@ -196,13 +197,14 @@ def test_stock_iree_runs_the_same_files(
             f"--function={case.entry}",
             f"--parameters=model={parameters}",
             *(f"--input=@{arrays / f'{name}.{key}.npy'}" for key in case.inputs),
-            *(f"--output=@{output}" for output in outputs),
+            *(f"--output=@{output}" for output in (*outputs, failed)),
         ],
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
     assert_eager([torch.from_numpy(np.load(output)) for output in outputs], case.expected)
+    assert np.load(failed) == 0
 
 
 def test_decode_takes_handles_of_prefill_without_a_wait(zoo: Path, cases: dict[str, Case]) -> None:

@@ -179,7 +179,7 @@ def test_a_parameter_that_is_returned_can_be_written_to(program: LoadedProgram) 
 
 
 @torch.no_grad()
-def test_a_state_stays_on_the_device(cache: LoadedProgram, eager_cache: Cache) -> None:
+def test_a_state_stays_on_the_device(cache: LoadedProgram, eager_cache: Cache, target: str) -> None:
     for i in range(4):
         x = seeded(1, 4) * i
         with npu_iree.record_transfers() as ledger:
@@ -188,7 +188,9 @@ def test_a_state_stays_on_the_device(cache: LoadedProgram, eager_cache: Cache) -
         if i > 0:  # the first call puts them there
             assert [e.value for e in ledger.transfers if e.kind == "h2d"] == ["x"]
             back = {e.value for e in ledger.transfers if e.kind == "d2h"}
-            assert back == {"result 0", "result 1"}
+            assert back == {"result 0", "result 1"} | (
+                {"checks"} if target == "npu-virtual" else set()
+            )
     keys, count, _ = cache.peek(torch.ones(1))
     assert_same([keys, count], [eager_cache.keys, eager_cache.count])
 

@@ -99,6 +99,29 @@ def test_negative_indices_count_from_the_end(dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
+def test_what_a_mask_sets_is_chosen(dynamic: bool, counts: Counter[str]) -> None:
+    """On the device, and in eager's strides, whatever those of the mask are."""
+    put, mask = torch.ops.aten.index_put.default, torch.rand(3, 4) > 0.5
+
+    def choose(x: torch.Tensor, mask: torch.Tensor, row: torch.Tensor) -> list[torch.Tensor]:
+        negative, nan = x * 2, x / x.detach()
+        negative[negative < 0] = 7
+        nan[mask] = float("nan")
+        return [
+            *(negative, nan, put(x.permute(2, 0, 1), [None, mask], row[:1].T)),
+            *(put(x, [mask], row[0]), put(x, [mask], row[:1], True), put(x, [mask[:, 0]], row[0])),
+        ]
+
+    compiled = torch.compile(choose, backend="npu_iree", dynamic=dynamic)
+    for x in (torch.randn(3, 4, 5), torch.randn(5, 4, 3).permute(2, 1, 0)):
+        expected, found = choose(x, mask, x[0]), compiled(x, mask, x[0])
+        assert_same(found, expected)
+        if not dynamic:
+            assert [t.stride() for t in found] == [t.stride() for t in expected]
+    assert counts["host_ops"] == 0
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
 def test_slices_with_gaps_are_read_by_index(dynamic: bool, counts: Counter[str]) -> None:
     """On the device, with the gaps copied away (`separate_slices`)."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -71,7 +71,10 @@ def test_intervals_hold_what_is_computed(
         return values[-1]
 
     x = torch.randint(-9, 9, (4, 4), generator=torch.Generator().manual_seed(len(steps)))
-    graph = make_fx(function, decomposition_table=decomposition_table())(x)
+    try:
+        graph = make_fx(function, decomposition_table=decomposition_table())(x)
+    except RuntimeError:  # bools are not subtracted
+        reject()
     nodes = [n for n in graph.graph.nodes if n.op == "call_function"]
     known = Intervals(graph.graph, nodes)
     values = _values(graph, x)

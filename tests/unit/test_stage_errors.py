@@ -1,0 +1,33 @@
+"""What a stage's error says: the compiler's words, or which error of ours it is, and where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lowering.errors import StageError, said
+
+
+def test_an_error_of_ours_tells_its_type_and_place() -> None:
+    with pytest.raises(KeyError) as caught:
+        {}["d0"]
+    assert said(caught.value).startswith(f"KeyError: 'd0' (at {Path(__file__)}:")
+
+
+def test_a_compilers_error_is_in_its_own_words() -> None:
+    assert said(RuntimeError("failed to legalize")) == "failed to legalize"
+    assert said(RuntimeError()) == "RuntimeError"
+
+
+@pytest.mark.parametrize(
+    ("diagnostics", "summary"),
+    [
+        ("one\ntwo", "stage s: one"),
+        ("failed at:\n  this op", "stage s: failed at: this op"),
+        ("failed at:", "stage s: failed at:"),
+        ("", "stage s: no reason given"),
+    ],
+)
+def test_a_summary_is_a_line_that_says_something(diagnostics: str, summary: str) -> None:
+    assert StageError("s", diagnostics).summary == summary
