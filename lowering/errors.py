@@ -148,6 +148,21 @@ class StageError(NpuIreeError):
         return f"stage {self.stage}: {first[:300]}"
 
 
+class FlagError(StageError, ValueError):
+    """`iree-compile` does not take one of the flags: no program is to blame.
+
+    Attributes:
+        flags: all that it was given.
+    """
+
+    def __init__(self, stage: str, diagnostics: str, flags: Sequence[str]) -> None:
+        super().__init__(stage, diagnostics)
+        self.flags = tuple(flags)
+
+    def __str__(self) -> str:
+        return f"iree-compile refuses a flag: {self.diagnostics} (given: {' '.join(self.flags)})"
+
+
 def said(error: Exception) -> str:
     """Return what an error of a stage says: the compiler's words, or which error of ours it is."""
     text = str(error)

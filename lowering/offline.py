@@ -18,7 +18,7 @@ from lowering.decompositions import decomposition_table
 from lowering.digest import is_same_value, tensor_digest
 from lowering.dispatches import list_dispatches
 from lowering.dtypes import dtype_name
-from lowering.errors import ExportError, StageError, UnsupportedOpError
+from lowering.errors import ExportError, FlagError, StageError, UnsupportedOpError
 from lowering.export import Export, capture_export, functional, written_buffers
 from lowering.heal import Healer
 from lowering.kernels import Kernel
@@ -103,6 +103,8 @@ def compile_exports(
     try:
         program = Program("+".join(regions), regions)
         entry = builder.program(program)
+    except FlagError:
+        raise
     except StageError as error:
         _blame(exports, builder, error)
         raise

@@ -119,7 +119,8 @@ def why_host(
 def _views_between_results(captured: CapturedGraph) -> list[fx.Node]:
     """Give the views that make one result share memory with another or an input, as eager's do.
 
-    Only those that lead to nothing but results: what else reads a view has it on the device.
+    So do the elements of one that repeats them (`expand`). Only views that lead to nothing but
+    results: what else reads one has it on the device.
     """
     results = {o for o in captured.results if isinstance(o, fx.Node)}
     results -= captured.kept  # handles share no memory that anybody writes to
@@ -129,11 +130,19 @@ def _views_between_results(captured: CapturedGraph) -> list[fx.Node]:
         root = view_root(node)
         if root is node or root in captured.written:
             continue
-        if shared[root] < 2 and root not in captured.inputs:
+        if shared[root] < 2 and root not in captured.inputs and not _repeats(node):
             continue
         if all(user.op == "output" or user in found for user in node.users):
             found.append(node)
     return found
+
+
+def _repeats(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    if not isinstance(value, torch.Tensor):
+        return False  # several views
+    pairs = zip(value.shape, value.stride(), strict=True)
+    return any(isinstance(step, int) and step == 0 and str(size) != "1" for size, step in pairs)
 
 
 def _take_along(nodes: Sequence[fx.Node], host_ops: dict[fx.Node, HostOp]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from lowering.cpu import required_features
-from lowering.errors import CancelledError, StageError, WorkerStartError, said
+from lowering.errors import CancelledError, FlagError, StageError, WorkerStartError, said
 from lowering.kernels import Kernel, used_kernels
 from lowering.program import Program
 from lowering.rewrites import rewrite
@@ -200,6 +200,8 @@ def run_stage(
         raise CancelledError
     try:
         product = _product(stage, value, options, toolchain)
+    except FlagError:
+        raise
     except StageError as error:
         text = _first_lines(error.diagnostics)
         raise StageError(stage.name, text, dump, timed_out=error.timed_out) from error

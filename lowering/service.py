@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import IO, Any, BinaryIO, cast
 
-from lowering.errors import CancelledError, StageError, WorkerStartError
+from lowering.errors import CancelledError, FlagError, StageError, WorkerStartError
 from lowering.stages import CompileOptions
 from lowering.worker import read_frame, write_frame
 
@@ -222,6 +222,8 @@ class CompileService:
         except WorkerCrashError as error:
             timed_out = isinstance(error, WorkerTimeoutError)
             raise StageError(stage, str(error), timed_out=timed_out) from error
+        if "flags" in reply:
+            raise FlagError(stage, reply["error"], reply["flags"])
         if "error" in reply:
             raise StageError(stage, reply["error"])
         return product

@@ -20,7 +20,7 @@ import sys
 import time
 from typing import Any, BinaryIO
 
-from lowering.errors import said
+from lowering.errors import FlagError, said
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.iree_session import load_iree
 from lowering.stages.torch_mlir_context import load_torch_mlir
@@ -96,6 +96,8 @@ def _serve(head: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
         problem = stage.verify(product)
     except MemoryError:
         return {"error": "it ran out of memory"}, b""
+    except FlagError as error:
+        return {"error": error.diagnostics, "flags": error.flags}, b""
     except Exception as error:
         return {"error": said(error)}, b""
     if problem:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from iree.runtime import _binding as hal
 
-from npu_iree.errors import DeviceError, DeviceTimeoutError
+from npu_iree.errors import BadValueError, DeviceError, DeviceTimeoutError
 
 NO_WAIT: Any = hal.HalFence(0)
 _MOST_LOOKED_AT = 64  # points of a history
@@ -56,8 +56,8 @@ class Timepoint:
     be told from its consequences, and history does not pile up.
 
     Work fails in one of two ways. The device fails its fence, and with it the fences of all that
-    waits for it. Or it ends, having found its arguments wrong (`Finding`): its fence knows nothing
-    of that, so whoever asks about a point asks about those before it, too.
+    needs it. Or it ends, having found a value wrong (`Finding`, a `BadValueError`): its fence knows
+    nothing of that, so whoever asks about a point asks about those before it, too.
     """
 
     __slots__ = ("_after", "_error", "_finding", "_reached", "fence", "work")
@@ -162,17 +162,17 @@ class Timepoint:
                 ended well that has some which are not at hand, and nothing is forgotten.
         """
         if not self._after and self._finding is None:
-            self._reached = self._error is None
-            return self._reached
+            self._reached = True
+            return True
         pending = [self]
         while pending:  # those far back first; of any length, so without recursion
             point = pending[-1]
-            ahead = () if point._is_settled() else point._after
-            unknown = [before for before in ahead if not before._is_settled()]
-            if unknown:
+            # A program that does not need what it waits for may end before that does.
+            unknown = [p for p in point._after if not p._is_settled() and p._has_signalled()]
+            if unknown and not point._is_settled():
                 pending += unknown
                 continue
-            if not point._is_settled() and not point._settle(ahead, may_copy=may_copy):
+            if not point._is_settled() and not point._settle(may_copy=may_copy):
                 return True
             pending.pop()
         return self._reached
@@ -180,9 +180,16 @@ class Timepoint:
     def _is_settled(self) -> bool:
         return self._reached or self._error is not None
 
-    def _settle(self, ahead: Sequence[Timepoint], *, may_copy: bool) -> bool:
+    def _has_signalled(self) -> bool:
+        try:
+            return bool(self.fence.wait(timeout=0))
+        except RuntimeError:
+            return False
+
+    def _settle(self, *, may_copy: bool) -> bool:
         """Find out how work has ended, when that is known of all before it; False: not yet."""
-        error = next((before._error for before in ahead if before._error is not None), None)
+        wrong = (p._error for p in self._after if isinstance(p._error, BadValueError))
+        error: DeviceError | None = next(wrong, None)
         if error is None and (finding := self._finding) is not None:
             if not (finding.is_at_hand or may_copy):
                 return False

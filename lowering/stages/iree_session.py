@@ -8,6 +8,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from lowering.cpu import required_features
+from lowering.errors import FlagError
 from lowering.stages import CompileOptions
 from lowering.stages.mlir_context import MlirContext
 
@@ -40,7 +41,11 @@ class IreeSession(MlirContext):
         from iree.compiler.api import Session
 
         self._session: Any = Session()
-        self._session.set_flags(*options.flags)
+        try:
+            self._session.set_flags(*options.flags)
+        except ValueError as error:
+            told = " ".join(str(error).removeprefix("Error parsing flags:").split())
+            raise FlagError("iree-compile", told, options.flags) from error
         self._session.context.load_all_available_dialects()  # for ops that we create ourselves
         super().__init__(self._session.context)
 

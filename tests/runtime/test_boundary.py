@@ -397,6 +397,21 @@ def test_results_and_arguments_share_memory_as_in_eager(name: str, target: str) 
     assert_same(CONSTANT, before)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_results_repeat_their_elements_in_one_place(dynamic: bool, target: str) -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return x.mul_(2).expand(3, *x.shape), (y + 1).sum(0).view(1, -1).expand(7, -1)
+
+    compiled = torch.compile(
+        function, backend="npu_iree", dynamic=dynamic, options={"target": target}
+    )
+    for _ in range(2):
+        ours, eagers = (data(4, 5), data(4, 5)), (data(4, 5), data(4, 5))
+        actual, expected = compiled(*ours), function(*eagers)
+        same_state((actual, ours), (expected, eagers))
+        assert layout(actual) == layout(expected)
+
+
 def test_a_region_leaves_the_values_that_others_read(target: str, counts: Counter[str]) -> None:
     def function(x: torch.Tensor) -> Any:
         values = x.sort(0).values

@@ -16,6 +16,7 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
 from either import LOCAL_FIRST
+from lowering.errors import FlagError
 from npu_iree import NpuIreeError, OptionError, StageError, UnsupportedOpError
 from tolerances import assert_same
 
@@ -273,10 +274,14 @@ def test_fallback_error_raises_what_the_compiler_said() -> None:
     assert "nonsense" in error.diagnostics
 
 
-def test_unknown_compiler_flags_reach_the_user_as_an_error() -> None:
-    error = error_of(add_mul, X, X, flags=["--iree-no-such-flag"], fallback="error")
-    assert isinstance(error, StageError)
-    assert "iree-no-such-flag" in str(error)
+@pytest.mark.parametrize("fallback", ["host", "error"])
+def test_an_unknown_compiler_flag_is_an_error_and_no_ops_fault(
+    fallback: str, counts: Counter[str]
+) -> None:
+    error = error_of(add_mul, X, X, flags=["--iree-no-such-flag"], fallback=fallback)
+    assert isinstance(error, FlagError)
+    assert "refuses a flag: option not found: iree-no-such-flag (given: " in str(error)
+    assert counts["healed_ops"] == 0
 
 
 @pytest.mark.parametrize(
