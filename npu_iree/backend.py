@@ -73,6 +73,12 @@ def npu_iree(
         raise OptionError(f"mode={mode!r} belongs to Inductor; npu_iree takes options={{...}}")
     compilers = ("torch-mlir", "iree-base-compiler") if parsed.compile == "if_missing" else ()
     check_versions("torch", *compilers, "iree-base-runtime")
+    if elsewhere := _elsewhere(example_inputs):
+        told = f"its inputs are on {elsewhere}, and npu_iree compiles for those on the CPU or npu"
+        if parsed.fallback == "error":
+            raise NpuIreeError(f"a graph cannot be compiled: {told}")
+        log.warning("a graph runs in eager: %s", told)
+        return graph_module
     source = _Source.of(graph_module, example_inputs, parsed)
     compile_aot = functools.partial(_compile_aot, parsed, source)
     kinds = ("forward", "backward", "inference")
@@ -88,6 +94,13 @@ def npu_iree(
     if runner is not None and needs_no_wrapper(runner.plan, graph_module, example_inputs):
         return runner
     return _guarded(compiled, graph_module, example_inputs, parsed)
+
+
+def _elsewhere(inputs: Sequence[Any]) -> str:
+    """Name the devices of tensors that are neither on the CPU nor on ours; empty if none is."""
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    others = {str(t.device) for t in tensors if t.device.type != "cpu" and not is_on_npu(t)}
+    return ", ".join(sorted(others))
 
 
 def _guarded(

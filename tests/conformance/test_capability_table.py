@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from lowering.capabilities import NOT_LOWERED, Capabilities, load_capabilities
 from measuring.table import Row, disagreement
@@ -65,3 +69,35 @@ def test_a_table_that_is_wrong_is_told(table: Capabilities, tried: Row, problem:
     found = disagreement(tried, table)
     assert problem in found
     assert bool(problem) == bool(found)
+
+
+def test_ops_that_take_uint8_take_all_of_it(table: Capabilities) -> None:
+    """Not only what is below 128, as all samples are that are measured: torch-mlir has a sign."""
+    x = torch.tensor([[0, 1, 127, 128, 200, 255]], dtype=torch.uint8)
+    others = [(), (0.7,), (2,), (x.flip(1), 0.5), (x.flip(1),), ([1, 6],), ([6],)]
+    calls: list[Callable[[torch.Tensor], Any]] = []
+    for name in sorted(op for op, dtypes in table.ops.items() if "u8" in dtypes):
+        space, op, overload = name.split(".")
+        if space != "aten" or "empty" in op:
+            continue
+        function = getattr(getattr(torch.ops.aten, op), overload)
+        for rest in others:
+            call = functools.partial(_leaves_of, function, rest)
+            try:
+                call(x)
+            except (RuntimeError, TypeError, IndexError, NotImplementedError):
+                continue
+            calls.append(call)
+
+    def all_of(x: torch.Tensor) -> list[Any]:
+        return [call(x) for call in calls]
+
+    assert len(calls) > 50
+    found = torch.compile(all_of, backend="npu_iree")(x)
+    for call, one, other in zip(calls, found, all_of(x), strict=True):
+        told = f"{call.args[0]} {call.args[1]}"
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, equal_nan=True, msg=told)
+
+
+def _leaves_of(function: Callable[..., Any], rest: tuple[Any, ...], x: torch.Tensor) -> list[Any]:
+    return pytree.tree_leaves(function(x, *rest))

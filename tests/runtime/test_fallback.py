@@ -309,3 +309,12 @@ def test_the_compiler_writes_nothing_to_the_screen(capfd: pytest.CaptureFixture[
     x = X.double()
     assert_same(compiled(torch.tanh)(x), torch.tanh(x))
     assert capfd.readouterr() == ("", "")
+
+
+def test_tensors_on_other_devices_are_eagers_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.empty(3, 4, device="meta")
+    with caplog.at_level(logging.WARNING):
+        result = compiled(add_mul)(x, x)
+    assert (result.device.type, result.shape) == ("meta", x.shape)
+    assert "runs in eager: its inputs are on meta" in caplog.text
+    assert "its inputs are on meta" in str(error_of(add_mul, x, x, fallback="error"))
