@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._decomp import get_decompositions
 
 from lowering.decompositions.recursion import Ours
 from lowering.sizes import is_static
@@ -19,6 +20,7 @@ from lowering.sizes import is_static
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 _OURS = Ours()
+_PYTORCHS = get_decompositions([aten.index_add, aten.index_copy, aten.index_fill])
 
 
 def index_put(
@@ -92,6 +94,33 @@ def index_put_impl(
     return result
 
 
+def index_copy(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
+    """Decompose `aten.index_copy`, which counts no index from the end, as PyTorch does."""
+    return _PYTORCHS[aten.index_copy.default](x, dim, _from_the_start(x, dim, index), source)
+
+
+def index_add(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1
+) -> Any:
+    """Decompose `aten.index_add`, which counts no index from the end, as PyTorch does."""
+    index = _from_the_start(x, dim, index)
+    return _PYTORCHS[aten.index_add.default](x, dim, index, source, alpha=alpha)
+
+
+def index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> Any:
+    """Decompose `aten.index_fill`, which counts from the end, too: PyTorch makes a copy of it."""
+    size = x.shape[dim] if x.dim() else 1
+    counted = torch.where(index < 0, index + size, index)
+    is_tensor = isinstance(value, torch.Tensor)
+    op = aten.index_fill.int_Tensor if is_tensor else aten.index_fill.int_Scalar
+    return _PYTORCHS[op](x, dim, counted, value)
+
+
+def _from_the_start(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """Let negative indices be out of range."""
+    return torch.where(index < 0, x.shape[dim] if x.dim() else 1, index)
+
+
 def _wants_rows(
     x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor
 ) -> bool:
@@ -136,5 +165,9 @@ def _broadcast(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 DECOMPOSITIONS = {
     aten._index_put_impl.default: index_put_impl,
+    aten.index_add.default: index_add,
+    aten.index_copy.default: index_copy,
+    aten.index_fill.int_Scalar: index_fill,
+    aten.index_fill.int_Tensor: index_fill,
     aten.index_put.default: index_put,
 }

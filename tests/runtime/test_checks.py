@@ -44,7 +44,9 @@ OPS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], list[int], list[int]]] 
     "index_put, second": (
         lambda w, i: torch.ops.aten.index_put(w, [None, i], -w[:, :1]), [3, -4], [4, -5, FAR]
     ),
-    "index_copy": (lambda w, i: w.index_copy(0, i, -w[:1]), [0, 5], [6, FAR]),
+    "index_add": (lambda w, i: w.index_add(1, i, w[:, :1], alpha=2), [0, 3], [-1, 4, FAR]),
+    "index_copy": (lambda w, i: w.index_copy(0, i, -w[:1]), [0, 5], [-1, 6, FAR]),
+    "index_fill": (lambda w, i: w.index_fill(1, i, 9.0), [0, 3, -1, -4], [4, -5, FAR, -FAR]),
     "scatter": (lambda w, i: w.scatter(1, i.view(1, 1), 9.0), [0, 3], [-1, 4, FAR, -FAR]),
     "scatter_add": (lambda w, i: w.scatter_add(0, i.view(1, 1), w), [0, 5], [-1, 6, FAR, -FAR]),
     "scatter_reduce": (
