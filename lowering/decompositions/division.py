@@ -25,6 +25,8 @@ _UNSIGNED = torch.uint8  # torch-mlir takes it for signed
 
 def div_mode(x: Operand, y: Operand, *, rounding_mode: str | None = None) -> Any:
     """Decompose floor divisions: truncate integers and correct for the signs; floats, see below."""
+    if rounding_mode and not _are_floats(x, y) and not isinstance(y, torch.Tensor) and y == 0:
+        x, y = _promoted(x, y)  # which is checked, and so is eager's error
     if rounding_mode == "trunc" and _may_overflow(x, y):
         with _OURS:
             quotient = torch.div(x, _without_minus_one(y), rounding_mode="trunc")
