@@ -105,15 +105,22 @@ class OpGraph:
         nodes = [n for n in self.captured.nodes if not is_scalar(n)]
         return list(why_host(nodes, capabilities).values())
 
-    def region(self, name: str) -> Region | None:
-        """Extract all of it as one region; None if it computes nothing."""
+    def region(self, name: str, *, is_checked: bool = True) -> Region | None:
+        """Extract all of it as one region; None if it computes nothing.
+
+        Args:
+            name: of the region.
+            is_checked: whether the indices that it takes may be wrong.
+        """
         nodes = self.captured.nodes
         scalars = [n for n in nodes if is_scalar(n)]
         segment = Segment(DEVICE, [n for n in nodes if n not in set(scalars)], name)
         if not segment.nodes:
             return None
         results = [o for o in self.captured.outputs if isinstance(o, fx.Node)]
-        return extract_region(with_own_sizes(segment, scalars), (), order=[*dict.fromkeys(results)])
+        order = [*dict.fromkeys(results)]
+        segment = with_own_sizes(segment, scalars)
+        return extract_region(segment, (), order=order, is_checked=is_checked)
 
 
 def trace(

@@ -57,6 +57,7 @@ def extract_region(
     names: Mapping[fx.Node, str] | None = None,
     order: Sequence[fx.Node] = (),
     given: Collection[fx.Node] = (),
+    is_checked: bool = True,
 ) -> Region:
     """Copy a device segment into a graph of its own.
 
@@ -74,6 +75,7 @@ def extract_region(
         names: what each of them is bound under; by default `p0`, `p1`, ...
         order: which input, and which output, comes before which; by default as they are used.
         given: inputs that it may overwrite.
+        is_checked: whether indices and divisors may be wrong (`lowering.checks`).
     """
     rank = {node: i for i, node in reversed([*enumerate(order)])}
     sources = sorted(segment.inputs, key=lambda n: rank.get(n, 0))
@@ -89,7 +91,7 @@ def extract_region(
         values[node] = graph.node_copy(node, lambda n: values[n])
         values[node].meta = copy.copy(node.meta)
     graph.output([_give(graph, values[n], n) for n in outputs])
-    checks = keep_right(graph)
+    checks = keep_right(graph) if is_checked else ()
     owner = segment.nodes[0].graph.owning_module
     signature = Signature(
         inputs=tuple(value_spec(n.meta["val"]) for n in inputs),

@@ -237,7 +237,7 @@ def make_kernel(
     host_ops = [] if is_ours else graph.host_ops(compiler.capabilities)
     if host_ops:
         raise NoKernelError(f"{host_ops[0].op}: {host_ops[0].reason}")
-    region = graph.region(re.sub(r"\W+", "_", name))
+    region = graph.region(re.sub(r"\W+", "_", name), is_checked=not is_ours)
     if region is None:
         raise NoKernelError("it computes nothing")
     try:
