@@ -145,3 +145,15 @@ def test_a_module_whose_weights_are_in_use_moves_as_a_whole_or_not_at_all() -> N
         assert {t.device.type for p in model.parameters() for t in (p, p.grad)} == {other}
         optimizer.step()
     assert model[0].weight is first
+
+
+def test_an_index_out_of_range_is_told_where_one_waits() -> None:
+    table = torch.arange(12.0, device=NPU).view(4, 3)
+    bad = torch.tensor([1, 4], device=NPU)
+    with npu_iree.copy_budget(d2h=0, waits=0):
+        rows = torch.nn.functional.embedding(bad, table) * 2
+        total = rows.sum() + 1
+    for look in (lambda: rows.cpu(), lambda: total.item(), lambda: str(rows)):
+        with pytest.raises(IndexError, match=r"index out of range in dimension 0 .*embedding"):
+            look()
+    assert torch.nn.functional.embedding(bad - 1, table)[1].tolist() == [9, 10, 11]
