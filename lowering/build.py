@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lowering.bundle import Bundle
 from lowering.cache import ArtifactCache, Entry
-from lowering.errors import StageError
+from lowering.errors import FlagError, StageError
 from lowering.key import CacheKey, program_key
 from lowering.pipeline import Toolchain, compile_program
 from lowering.program import Program
@@ -167,6 +167,8 @@ class Builder:
         started = time.perf_counter()
         try:
             module = compile_program(program, self.target, self.toolchain, dump)
+        except FlagError:  # which no other program would fare better with
+            raise
         except StageError as error:
             return error
         finally:

@@ -19,7 +19,7 @@ from torch import fx
 
 from lowering.decompositions import op_name
 from lowering.intervals import Interval, Intervals
-from lowering.nodes import draws_random_numbers, is_one_of
+from lowering.nodes import draws_random_numbers, is_one_of, origin_of
 from lowering.signature import Check
 from lowering.sizes import is_static
 from lowering.source import user_line
@@ -190,7 +190,7 @@ def keep_right(graph: fx.Graph) -> tuple[Check, ...]:
     After:  %2 = clamp(%i, 0, 49); %1 = embedding(%w, %2)
             %3 = sum(or(lt(%i, 0), gt(%i, 49))); return [%1, %3]
 
-    What can never be wrong is left alone: an `arange`, an `argmax`, a divisor that is a number.
+    What can never be wrong is left alone: an `arange`, an `argmax`, a divisor that is written down.
 
     Args:
         graph: every node carries its fake tensor; if there is anything to check, it gets one more
@@ -249,10 +249,7 @@ class _Writer:
     ) -> fx.Node:
         """Write a call that gives something like `value`."""
         node = self._graph.call_function(target, args, kwargs)
-        node.meta = {
-            k: v for k, v in origin.meta.items() if k in ("nn_module_stack", "stack_trace")
-        }
-        node.meta["val"] = value
+        node.meta = {**origin_of(origin.meta), "val": value}
         return node
 
     def once(self, rule: _Rule, make: Callable[[], Any]) -> Any:

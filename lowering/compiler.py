@@ -13,7 +13,7 @@ from lowering.cache import Entry
 from lowering.capabilities import Capabilities
 from lowering.capture import CapturedGraph
 from lowering.denials import DenialRecord
-from lowering.errors import FlagError, HostOp, NotCompiledError, StageError, UnsupportedOpError
+from lowering.errors import HostOp, NotCompiledError, StageError, UnsupportedOpError
 from lowering.heal import Healer
 from lowering.missing import differences
 from lowering.partition import Partition, partition
@@ -101,7 +101,7 @@ class Compiler:
             for segment in parts.regions:
                 error = built[segment.name]
                 if isinstance(error, StageError):
-                    if self.forbid_host or isinstance(error, FlagError):
+                    if self.forbid_host:
                         raise error
                     healer.heal(segment, error, healed)
 

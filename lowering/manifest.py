@@ -20,6 +20,7 @@ FORMAT = 1
 MEMBER = "npu_iree.json"
 
 _Item = TypeVar("_Item")
+_Read = TypeVar("_Read")
 Number = int | float | bool
 Constant = Number | str | None
 
@@ -240,7 +241,7 @@ def _manifest(row: _Row) -> Manifest:
         flags=row.items("flags", str),
         versions={k: str(v) for k, v in row.take("versions", dict).items()},
         source={k: str(v) for k, v in row.take("source", dict).items()},
-        dispatches=_dispatches(row),
+        dispatches=_if_there(row, "dispatches", _dispatch),
         module_bytes=row.take("module_bytes", int),
         module_sha256=row.take("module_sha256", str),
     )
@@ -256,7 +257,7 @@ def _call(row: _Row) -> Call:
             inputs=tuple(_spec(r) for r in function.rows("inputs")),
             parameters=tuple(_tensor(r) for r in function.rows("parameters")),
             outputs=tuple(_tensor(r) for r in function.rows("outputs")),
-            checks=_checks(function),
+            checks=_if_there(function, "checks", _check),
         ),
         takes=tuple(_source(r) for r in row.rows("takes")),
         outputs=tuple(_source(r) for r in row.rows("outputs")),
@@ -292,11 +293,6 @@ def _source(row: _Row) -> Source:
     return Source(kind, row.take("index", int), row.take("name", str), _constant(row))
 
 
-def _checks(row: _Row) -> tuple[Check, ...]:
-    """Read what versions that checked nothing did not write."""
-    return tuple(map(_check, row.rows("checks"))) if "checks" in row.values else ()
-
-
 def _check(row: _Row) -> Check:
     kind = row.take("kind", str)
     if kind not in ("index", "division"):
@@ -304,9 +300,9 @@ def _check(row: _Row) -> Check:
     return Check(kind, row.take("text", str))  # type: ignore[arg-type]
 
 
-def _dispatches(row: _Row) -> tuple[Dispatch, ...]:
-    """Read what versions that knew no profiles did not write."""
-    return tuple(map(_dispatch, row.rows("dispatches"))) if "dispatches" in row.values else ()
+def _if_there(row: _Row, name: str, read: Callable[[_Row], _Read]) -> tuple[_Read, ...]:
+    """Read rows that the first versions of the format did not write."""
+    return tuple(map(read, row.rows(name))) if name in row.values else ()
 
 
 def _dispatch(row: _Row) -> Dispatch:

@@ -14,7 +14,7 @@ from lowering.region import Region
 from lowering.signature import TensorSpec
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device
-from npu_iree.errors import CHECK_ERRORS
+from npu_iree.errors import BadValueError
 
 
 def may_be_empty(region: Region) -> bool:
@@ -54,5 +54,5 @@ def run_on_host(
     with torch.no_grad():
         results = region.graph_module(*values, *parameters)
     if region.signature.checks and (check := region.signature.failed(int(results.pop()))):
-        raise CHECK_ERRORS[check.kind](region.name, (), check.text)
+        raise BadValueError.of(check, region.name)
     return [device.put(result) for result in results]

@@ -15,6 +15,7 @@ from lowering.errors import (
     UnsupportedOpError,
 )
 from lowering.kernels import KernelError
+from lowering.signature import Check
 
 __all__ = [
     "ArgumentError",
@@ -103,6 +104,11 @@ class BadValueError(DeviceError, RuntimeError):
     Raised where somebody waits for what was computed with it, or for anything that follows.
     """
 
+    @staticmethod
+    def of(check: Check, region: str, ops: Sequence[str] = ()) -> BadValueError:
+        """Make the error of a check that has failed in a region."""
+        return _CHECK_ERRORS[check.kind](region, ops, check.text)
+
     def __str__(self) -> str:
         return f"{self.cause} (found by {self.region} on the device)"
 
@@ -127,7 +133,7 @@ class DonatedTensorError(NpuIreeError, RuntimeError):
 
 
 # What a region's checks find (`lowering.signature.Check.kind`) -> the error.
-CHECK_ERRORS: dict[str, type[BadValueError]] = {
+_CHECK_ERRORS: dict[str, type[BadValueError]] = {
     "division": IntegerDivisionError,
     "index": IndexOutOfRangeError,
 }

@@ -29,7 +29,7 @@ from lowering.signature import Signature, TensorSpec
 from npu_iree.arenas import Arena
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device
-from npu_iree.errors import CHECK_ERRORS, DeviceError
+from npu_iree.errors import BadValueError, DeviceError
 from npu_iree.timeline import NOW, Timepoint, Work, joined, new_fence, submitted
 from npu_iree.transfers import Transfer, is_watched, record
 
@@ -347,9 +347,7 @@ class FailedCheck:
             except DeviceError as error:
                 return error
         check = self._signature.failed(int.from_bytes(view.map(), sys.byteorder))
-        if check is None:
-            return None
-        return CHECK_ERRORS[check.kind](self._work.name, self._work.ops, check.text)
+        return None if check is None else BadValueError.of(check, self._work.name, self._work.ops)
 
 
 def push_number(inputs: Any, number: float) -> None:

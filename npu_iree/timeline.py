@@ -167,13 +167,14 @@ class Timepoint:
         pending = [self]
         while pending:  # those far back first; of any length, so without recursion
             point = pending[-1]
-            # A program that does not need what it waits for may end before that does.
-            unknown = [p for p in point._after if not p._is_settled() and p._has_signalled()]
-            if unknown and not point._is_settled():
-                pending += unknown
-                continue
-            if not point._is_settled() and not point._settle(may_copy=may_copy):
-                return True
+            if not point._is_settled():
+                # A program that does not need what it waits for may end before that does.
+                unknown = [p for p in point._after if not p._is_settled() and p._has_signalled()]
+                if unknown:
+                    pending += unknown
+                    continue
+                if not point._settle(may_copy=may_copy):
+                    return True
             pending.pop()
         return self._reached
 

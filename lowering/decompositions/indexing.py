@@ -47,8 +47,7 @@ def index_put(
     if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
         return _by_mask(x, indices, values, accumulate)
     indices = [
-        None if i is None else torch.where(i < 0, i + size, i)
-        for i, size in zip(indices, x.shape, strict=False)
+        None if i is None else _counted(i, size) for i, size in zip(indices, x.shape, strict=False)
     ]
     if _wants_rows(x, indices, values):
         indices, values = _by_rows(x, indices, values)
@@ -109,8 +108,7 @@ def index_add(
 
 def index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> Any:
     """Decompose `aten.index_fill`, which counts from the end, too: PyTorch makes a copy of it."""
-    size = x.shape[dim] if x.dim() else 1
-    counted = torch.where(index < 0, index + size, index)
+    counted = _counted(index, _size(x, dim))
     is_tensor = isinstance(value, torch.Tensor)
     op = aten.index_fill.int_Tensor if is_tensor else aten.index_fill.int_Scalar
     return _PYTORCHS[op](x, dim, counted, value)
@@ -118,7 +116,17 @@ def index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> An
 
 def _from_the_start(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     """Let negative indices be out of range."""
-    return torch.where(index < 0, x.shape[dim] if x.dim() else 1, index)
+    return torch.where(index < 0, _size(x, dim), index)
+
+
+def _counted(index: torch.Tensor, size: int) -> torch.Tensor:
+    """Count all from the start."""
+    return torch.where(index < 0, index + size, index)
+
+
+def _size(x: torch.Tensor, dim: int) -> int:
+    """Return how many places there are along a dimension, which a number has none of."""
+    return x.shape[dim] if x.dim() else 1
 
 
 def _wants_rows(

@@ -6,6 +6,7 @@ from typing import Any
 
 from lowering.stages.structured import inputs_of, is_elementwise
 from lowering.stages.symbols import maker_of
+from lowering.stages.templates import copied
 
 _BY_ITSELF = ("arith.", "linalg.yield")  # what only depends on its operands
 
@@ -49,19 +50,10 @@ def _take_inside(op: Any, place: int) -> None:
     from iree.compiler import ir
 
     maker, body = op.operands[place].owner, op.regions[0].blocks[0]
-    taken, old = body.arguments[place], maker.regions[0].blocks[0]
+    taken = body.arguments[place]
     users = [(use.owner, use.operand_number) for use in taken.uses]
-    values = {old.arguments[0]: taken}
     with op.location, ir.InsertionPoint.at_block_begin(body):
-        for inner in old.operations:
-            operands = [values.get(v, v) for v in inner.operation.operands]
-            if inner.operation.name == "linalg.yield":
-                (result,) = operands
-                break
-            copy = inner.operation.clone()
-            for i, operand in enumerate(operands):
-                copy.operation.operands[i] = operand
-            values.update(zip(inner.operation.results, copy.operation.results, strict=True))
+        (result,) = copied(maker.regions[0].blocks[0], [taken])
     for user, i in users:
         user.operands[i] = result
     op.operands[place] = inputs_of(maker)[0]

@@ -34,18 +34,30 @@ def put(text: str, arguments: Sequence[Any]) -> list[Any]:
 
     module = ir.Module.parse(text)  # its ops live as long
     (*_, function) = module.body.operations
-    block = function.regions[0].blocks[0]
-    values = dict(zip(block.arguments, arguments, strict=True))
-    for op in block.operations:
-        operands = [values[operand] for operand in op.operands]
-        if op.operation.name == "func.return":
-            return operands
+    return copied(function.regions[0].blocks[0], arguments, ir.Location.current)
+
+
+def copied(block: Any, arguments: Sequence[Any], location: Any = None) -> list[Any]:
+    """Write the ops of a block again, at the insertion point.
+
+    Args:
+        block: ends with a return or a yield.
+        arguments: in the place of its own; fewer, if the others are not used.
+        location: of the copies, if not that of what they are copied from.
+
+    Returns:
+        What it returns or yields.
+    """
+    values = dict(zip(block.arguments, arguments, strict=False))
+    *ops, last = block.operations
+    for op in ops:
         copy = op.operation.clone()
-        copy.location = ir.Location.current
-        for i, operand in enumerate(operands):
-            copy.operands[i] = operand
+        if location is not None:
+            copy.location = location
+        for i, operand in enumerate(op.operands):
+            copy.operands[i] = values.get(operand, operand)
         values.update(zip(op.operation.results, copy.results, strict=True))
-    raise AssertionError("a function ends with a return")
+    return [values.get(operand, operand) for operand in last.operands]
 
 
 def put_functions(module: Any, text: str) -> None:

@@ -28,7 +28,6 @@ from lowering.eager import (
     trace,
 )
 from lowering.effort import Effort
-from lowering.errors import FlagError
 from lowering.expressions import Sizes, expression_of, value_of
 from lowering.region import Region
 from lowering.signature import ScalarSpec, TensorSpec
@@ -259,8 +258,6 @@ def _entry(compiler: Compiler, region: Region, name: str) -> Entry:
         return built
     if built is None:
         raise NoKernelError("it may not be compiled")
-    if isinstance(built, FlagError):  # of the target's
-        raise built
     denial = Denial(program=digest, op=name, target=device().target.name, reason=built.summary)
     if compiler.denials is not None:
         compiler.denials.add([denial])

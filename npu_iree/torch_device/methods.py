@@ -165,7 +165,7 @@ def _keep_parameters(apply: Callable[..., Any]) -> Callable[..., Any]:
             result.device.type,
         ):
             return apply(self, fn, recurse)
-        if held := [name for name, p in self.named_parameters() if _is_held(p)]:
+        if held := [name for name, p in self.named_parameters(recurse=recurse) if _is_held(p)]:
             more = f" and {len(held) - 1} others" if len(held) > 1 else ""
             raise RuntimeError(
                 f"the module cannot move to {result.device} now, and has not: something else holds "
