@@ -60,7 +60,7 @@ def _flops(op: Any) -> int | None:
         count = sum(_is_arithmetic(inner.operation.name) for inner in body)
         return 0 if count == 0 else _times(count, loops)
     if op.name == "linalg.softmax":
-        return _times(_SOFTMAX, _shape(op.operands[0].type))
+        return _times(_SOFTMAX, sizes_of(op.operands[0].type))
     if op.name in _ATTENTION:
         return _attention(op)
     is_unknown = op.name.startswith("iree_linalg_ext.") and op.name not in _MOVES
@@ -81,7 +81,7 @@ def _loops(op: Any, operands: Sequence[int]) -> tuple[int | None, ...]:
     maps = [ir.AffineMapAttr(m).value for m in op.attributes["indexing_maps"]]
     sizes: dict[int, int | None] = {}
     for i in operands:
-        for expression, size in zip(maps[i].results, _shape(op.operands[i].type), strict=True):
+        for expression, size in zip(maps[i].results, sizes_of(op.operands[i].type), strict=True):
             if isinstance(expression, ir.AffineDimExpr):
                 sizes.setdefault(expression.position, size)
     return tuple(sizes.values())
@@ -98,7 +98,8 @@ def _times(count: int, sizes: Sequence[int | None]) -> int | None:
     return count * math.prod(known) if len(known) == len(sizes) else None
 
 
-def _shape(kind: Any) -> tuple[int | None, ...]:
+def sizes_of(kind: Any) -> tuple[int | None, ...]:
+    """Return the sizes of a type, None where dynamic; those of no tensor are none."""
     from iree.compiler import ir
 
     if not isinstance(kind, ir.RankedTensorType):
@@ -107,7 +108,7 @@ def _shape(kind: Any) -> tuple[int | None, ...]:
 
 
 def _bytes(kind: Any) -> int | None:
-    shape = _shape(kind)
+    shape = sizes_of(kind)
     return _times(_element_bytes(kind.element_type), shape)
 
 

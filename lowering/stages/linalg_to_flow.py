@@ -16,11 +16,11 @@ from lowering.stages.iree_session import CHANNELS_LAST, DATA_TILING, IreeSession
 from lowering.stages.keep_arguments import keep_arguments
 from lowering.stages.read_by_rows import mark_few_rows, read_by_rows
 from lowering.stages.read_in_panels import read_in_panels
+from lowering.stages.separate_packing import separate_packing
 from lowering.stages.separate_pieces import separate_pieces
 from lowering.stages.separate_reads import separate_reads
 from lowering.stages.separate_scalars import MOST_BINDINGS, separate_scalars
 from lowering.stages.separate_slices import separate_slices
-from lowering.stages.separate_sums import separate_sums
 from lowering.stages.separate_weights import separate_weights
 from lowering.stages.separate_writes import separate_writes
 from lowering.stages.sort_nans import sort_nans
@@ -61,6 +61,7 @@ def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) 
     session.compile(module, end="flow")
     with session.context:
         drop_barriers(module)
+        separate_packing(module)
         if _is_for_cpu(options):
             read_by_rows(module, session.features)
             store_exponentials(module, session.features)
@@ -86,7 +87,6 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 separate_reads(function)
                 separate_slices(function)
                 separate_scalars(function)
-                separate_sums(function)
                 separate_pieces(function)
                 if any(CHANNELS_LAST in flag for flag in options.flags):
                     separate_weights(function)

@@ -38,6 +38,40 @@ def test_results_of_batched_products(name: str, rows: int, dim: int) -> None:
     assert_same(compiled(*more), function(*more))
 
 
+W = torch.randn(32, 24)
+SPLIT: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "layer": (lambda x, y: (x @ W) @ y, (2, 13, 32)),
+    "layer of rows": (lambda x, y: (x @ W).reshape(2, 14, 24) @ y, (28, 32)),
+    "norm": (lambda x, y: torch.nn.functional.layer_norm(x, (24,)) @ y, (2, 29, 24)),
+    "sum": (lambda x, y: x.sum(1).reshape(2, 13, 24) @ y, (26, 5, 24)),
+    "transposed": (lambda x, y: y.mT @ x.t().reshape(2, 15, 24).mT, (24, 30)),
+    "grouped heads": (lambda x, y: x.transpose(1, 2).reshape(2, -1, 24) @ y, (1, 13, 4, 24)),
+    "embedding": (lambda x, y: W[x.long() % 32].reshape(2, 13, 24) @ y, (26,)),
+}
+
+
+@pytest.mark.parametrize("dim", [None, 0])
+@pytest.mark.parametrize("name", SPLIT)
+def test_products_of_rows_that_were_split(name: str, dim: int | None, counts: Counter[str]) -> None:
+    """Each batch of rows is padded by itself, though all of them would fill as many tiles."""
+    torch._dynamo.reset()
+    function, shape = SPLIT[name]
+    x, y = torch.randn(shape).abs() * 4, torch.randn(2, 24, 20)
+    if dim is not None:
+        torch._dynamo.maybe_mark_dynamic(x, dim)
+    assert_same(torch.compile(function, backend="npu_iree")(x, y), function(x, y))
+    assert counts["host_ops"] == 0
+
+
+@pytest.mark.parametrize("length", [13, 31])
+def test_grouped_attention(length: int) -> None:
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    q, k, v = (torch.randn(1, length, heads, 16).transpose(1, 2) for heads in (4, 2, 2))
+    assert_same(torch.compile(attention, backend="npu_iree")(q, k, v), attention(q, k, v))
+
+
 def test_several_writes_into_one_tensor_of_any_size() -> None:
     def shifted(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = x.new_zeros(x.shape)
