@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import fx
 
 from lowering.graph_modules import graph_module_of
@@ -13,6 +14,13 @@ from lowering.stages import CompileOptions, Stage
 from lowering.stages.call_kernels import call_kernels
 from lowering.stages.torch_mlir_context import TorchMlirContext
 from lowering.stages.torch_to_dispatches import NODE_FILE
+
+
+# Arithmetic on sizes that torch-mlir imports as an op, but not as the function that Dynamo traces.
+_OPS_OF_SIZES = {
+    torch.sym_max: torch.ops.prim.max.int,
+    torch.sym_min: torch.ops.prim.min.int,
+}
 
 
 def aten_to_torch(graphs: Mapping[str, fx.GraphModule], options: CompileOptions) -> str:
@@ -56,10 +64,22 @@ def _imported(
     with _without_root_handler(), TorchMlirContext() as mlir:
         importer = FxImporter(context=mlir.context)
         for name, graph_module in graphs.items():
-            importer.import_stateless_graph(graph_module.graph, func_name=name)
+            graph = _with_ops_of_sizes(graph_module.graph)
+            importer.import_stateless_graph(graph, func_name=name)
         with mlir.context:
             call_kernels(importer.module, options.kernels)
         return str(importer.module.operation.get_asm(enable_debug_info=with_locations))
+
+
+def _with_ops_of_sizes(graph: fx.Graph) -> fx.Graph:
+    if not any(node.target in _OPS_OF_SIZES for node in graph.nodes):
+        return graph
+    copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        copies[node] = copy.node_copy(node, copies.__getitem__)
+        copies[node].target = _OPS_OF_SIZES.get(node.target, node.target)
+    copy.owning_module = graph.owning_module
+    return copy
 
 
 def _marked(graph_module: fx.GraphModule, position: int) -> fx.GraphModule:
