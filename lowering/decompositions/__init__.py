@@ -11,6 +11,7 @@ from torch._decomp import core_aten_decompositions, get_decompositions
 
 from lowering import randomness
 from lowering.decompositions import (
+    adaptive,
     attention,
     batch_norm,
     convolution,
@@ -20,6 +21,7 @@ from lowering.decompositions import (
     foreach,
     group_norm,
     indexing,
+    padding,
     pooling,
     powers,
     rnn,
@@ -95,6 +97,7 @@ def _default_table() -> dict[OpOverload, Callable[..., Any]]:
     ours = {
         aten.split_with_sizes.default: split_with_sizes,
         aten.view.default: view,
+        **adaptive.DECOMPOSITIONS,
         **attention.DECOMPOSITIONS,
         **batch_norm.DECOMPOSITIONS,
         **convolution.DECOMPOSITIONS,
@@ -104,6 +107,7 @@ def _default_table() -> dict[OpOverload, Callable[..., Any]]:
         **foreach.DECOMPOSITIONS,
         **group_norm.DECOMPOSITIONS,
         **indexing.DECOMPOSITIONS,
+        **padding.DECOMPOSITIONS,
         **pooling.DECOMPOSITIONS,
         **powers.DECOMPOSITIONS,
         **randomness.DECOMPOSITIONS,

@@ -74,12 +74,16 @@ def convolution_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> Any:
-    """Decompose `aten.convolution_backward` in groups, in 3 dimensions, or of a transposed one."""
+    """Decompose `aten.convolution_backward` in groups, in 3 dimensions, or of a transposed one.
+
+    With a stride and a batch of any size, too: torch-mlir has that for known sizes only.
+    """
     rank = x.dim() - 2
-    is_plain = not transposed and groups == 1 and rank < 3
-    if is_plain or not is_static(gradient, x, weight):
-        return _UNCHANGED
     stride, padding, dilation = (of_each(v, rank) for v in (stride, padding, dilation))
+    are_known = is_static(x[0], gradient[0], weight)
+    is_plain = not transposed and groups == 1 and rank < 3
+    if not are_known or (is_plain and (is_static(x) or max(stride) == 1)):
+        return _UNCHANGED
     kernel = weight.shape[2:]
     places = (stride, padding, dilation)
     of_x = of_weight = of_bias = None

@@ -1,16 +1,20 @@
-"""Pooling whose windows do not end where its padded input does, in a form that IREE compiles.
+"""Pooling that torch-mlir or IREE do not compile, and what flows back through it.
 
 torch-mlir refuses some windows that hang over the end (`ceil_mode`); where an end is never read and
 the window stands in one place, IREE finds the sizes at odds with each other, as for convolutions.
+Neither has three dimensions.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from lowering.decompositions.convolution import spread_all, unread
 from lowering.sizes import is_static, of_each
 
 aten = torch.ops.aten
@@ -67,13 +71,17 @@ def avg_pool2d(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Any:
-    """Decompose `aten.avg_pool2d` along dimensions in which its window stands in one place.
+    """Decompose `aten.avg_pool2d` where a window hangs over the end, or stands in one place.
 
     Before: avg_pool2d(%x, 320, ceil_mode=True)                        with %x of [N, C, 7, 9]
     After:  %1 = sum(%x, [-2], True) / 7; sum(%1, [-1], True) / 9
     """
-    if not is_static(x) or not x.dtype.is_floating_point:
+    if not _is_known(x, 2) or not x.dtype.is_floating_point:
         return _UNCHANGED
+    pool = _Windows.of(x.shape[-2:], kernel_size, stride, padding, ceil_mode)
+    if pool.hang_over():
+        total = _sums(aten.constant_pad_nd.default(x, pool.amounts(), 0), pool.kernel, pool.steps)
+        return total / pool.divisors(x.device, count_include_pad, divisor_override)
     kernel, steps, pads = (of_each(v, 2) for v in (kernel_size, stride or kernel_size, padding))
     once = []
     for i, size in enumerate(int(size) for size in x.shape[-2:]):
@@ -95,9 +103,211 @@ def avg_pool2d(
     )
 
 
+def avg_pool3d(
+    x: torch.Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
+    """Decompose `aten.avg_pool3d` into sums over planes, and sums of these over the depth."""
+    if not _is_known(x, 3) or not x.dtype.is_floating_point:
+        return _UNCHANGED
+    pool = _Windows.of(x.shape[-3:], kernel_size, stride, padding, ceil_mode)
+    batch = x if x.dim() == 5 else x.unsqueeze(0)
+    total = _sums(aten.constant_pad_nd.default(batch, pool.amounts(), 0), pool.kernel, pool.steps)
+    total = total if x.dim() == 5 else total.squeeze(0)
+    return total / pool.divisors(x.device, count_include_pad, divisor_override)
+
+
+def avg_pool_backward(
+    rank: int,
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> Any:
+    """Decompose `aten.avg_pool2d_backward` and `3d`: sums of what the windows on an element give.
+
+    Before: avg_pool2d_backward(%g, %x, [3, 3], [2, 2], [1, 1], False, True, None)
+    After:  %1 = %g / 9, spread with a zero between any two elements and padded by 1;
+            avg_pool2d(%1, [3, 3], [1, 1], divisor_override=1)
+    """
+    if not _is_known(x, rank) or not x.dtype.is_floating_point:
+        return _UNCHANGED
+    pool = _Windows.of(x.shape[-rank:], kernel_size, stride, padding, ceil_mode)
+    part = gradient / pool.divisors(x.device, count_include_pad, divisor_override)
+    batch = part if x.dim() == 2 + rank else part.unsqueeze(0)
+    ones = [1] * rank
+    places = (pool.steps, pool.pads, ones)
+    rest = unread(gradient.shape[-rank:], pool.sizes, pool.kernel, *places)
+    given = _sums(spread_all(batch, pool.kernel, *places, rest), pool.kernel, ones)
+    return given if x.dim() == 2 + rank else given.squeeze(0)
+
+
+def max_pool3d(
+    x: torch.Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+) -> Any:
+    """Decompose `aten.max_pool3d_with_indices`: the largest of planes, then along the depth.
+
+    Before: max_pool3d_with_indices(%x, 2)                           with %x of [N, C, D, H, W]
+    After:  %1, %i = max_pool2d_with_indices(view(%x, [N, C*D, H, W]), 2)
+            %2, %j = max_pool2d_with_indices(view(%1, [N, C, D, H/2 * W/2]), [2, 1])
+            the index of %2 is gather(%i, 2, %j's depth) + H * W * %j's depth
+    """
+    if not _is_known(x, 3) or 0 in x.shape:
+        return _UNCHANGED
+    kernel, steps, pads, apart = (
+        of_each(v, 3) for v in (kernel_size, stride or kernel_size, padding, dilation)
+    )
+    lead, (depth, height, width) = x.shape[:-3], x.shape[-3:]
+    planes = x.reshape(-1, lead[-1] * depth, height, width)
+    largest, in_plane = aten.max_pool2d_with_indices.default(
+        planes, kernel[1:], steps[1:], pads[1:], apart[1:], ceil_mode
+    )
+    count = largest.shape[-2] * largest.shape[-1]
+    columns = (-1, lead[-1], depth, count)
+    values, indices = aten.max_pool2d_with_indices.default(
+        largest.reshape(columns),
+        [kernel[0], 1],
+        [steps[0], 1],
+        [pads[0], 0],
+        [apart[0], 1],
+        ceil_mode,
+    )
+    plane = torch.div(indices, count, rounding_mode="floor")
+    indices = torch.gather(in_plane.reshape(columns), 2, plane) + plane * (height * width)
+    shape = (*lead, values.shape[2], *largest.shape[-2:])
+    return values.reshape(shape), indices.reshape(shape)
+
+
+def max_pool3d_backward(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+    indices: torch.Tensor,
+) -> torch.Tensor:
+    """Decompose `aten.max_pool3d_with_indices_backward`."""
+    return given_back(3, gradient, x, indices)
+
+
+def given_back(
+    rank: int, gradient: torch.Tensor, x: torch.Tensor, indices: torch.Tensor
+) -> torch.Tensor:
+    """Add up the gradient of maxima where they were, by their indices in the last dimensions."""
+    zeros = gradient.new_zeros(x.shape).flatten(-rank)
+    added = torch.scatter_add(zeros, -1, indices.flatten(-rank), gradient.flatten(-rank))
+    return added.view(x.shape)
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """Where the windows of a pooling stand.
+
+    Attributes:
+        sizes: of the dimensions that are pooled, as the other lists are.
+        kernel: sizes of a window.
+        steps: from one to the next.
+        pads: on both sides.
+        counts: how many there are.
+    """
+
+    sizes: list[int]
+    kernel: list[int]
+    steps: list[int]
+    pads: list[int]
+    counts: list[int]
+
+    @classmethod
+    def of(
+        cls,
+        sizes: Sequence[int],
+        kernel_size: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int],
+        ceil_mode: bool,
+    ) -> _Windows:
+        rank = len(sizes)
+        kernel, steps, pads = (
+            of_each(v, rank) for v in (kernel_size, stride or kernel_size, padding)
+        )
+        given = zip(sizes, kernel, steps, pads, strict=True)
+        return cls([*sizes], kernel, steps, pads, [_places(*each, 1, ceil_mode) for each in given])
+
+    def amounts(self) -> list[int]:
+        """Return what to pad by, last dimension first, so that the windows cover all there is."""
+        amounts = list[int]()
+        for size, k, step, pad, count in self._each():
+            amounts = [pad, (count - 1) * step + k - size - pad, *amounts]
+        return amounts
+
+    def hang_over(self) -> bool:
+        """Say whether the last windows end behind the padding."""
+        return any((n - 1) * step + k > size + 2 * pad for size, k, step, pad, n in self._each())
+
+    def divisors(
+        self, device: torch.device, count_include_pad: bool, divisor_override: int | None
+    ) -> Any:
+        """Return what the sum of each window is divided by: a number, or a tensor of them."""
+        if divisor_override:
+            return divisor_override
+        product: Any = 1
+        for i, (size, k, step, pad, count) in enumerate(self._each()):
+            beyond = pad if count_include_pad else 0  # what counts of the padding
+            first, last = -pad, (count - 1) * step - pad + k
+            if first >= -beyond and last <= size + beyond:
+                product = product * k
+                continue
+            start = torch.arange(count, device=device) * step - pad
+            seen = torch.clamp(start + k, max=size + beyond) - torch.clamp(start, min=-beyond)
+            product = product * seen.view(count, *[1] * (len(self.sizes) - 1 - i))
+        return product
+
+    def _each(self) -> Any:
+        return zip(self.sizes, self.kernel, self.steps, self.pads, self.counts, strict=True)
+
+
+def _sums(x: torch.Tensor, kernel: Sequence[int], steps: Sequence[int]) -> torch.Tensor:
+    """Sum over windows of the last 2 or 3 dimensions of a batch."""
+    if len(kernel) == 3:
+        planes = _sums(x.flatten(1, 2), kernel[1:], steps[1:])
+        columns = planes.reshape(x.shape[0], *x.shape[1:3], -1)
+        sums = _sums(columns, [kernel[0], 1], [steps[0], 1])
+        return sums.reshape(*sums.shape[:-1], *planes.shape[-2:])
+    result: torch.Tensor = aten.avg_pool2d.default(
+        x, list(kernel), list(steps), [0, 0], False, True, 1
+    )
+    return result
+
+
+def _is_known(x: torch.Tensor, rank: int) -> bool:
+    """Say whether the last sizes are numbers, and none of them 0."""
+    return all(isinstance(size, int) and size for size in x.shape[-rank:])
+
+
 DECOMPOSITIONS = {
     aten.avg_pool2d.default: avg_pool2d,
+    aten.avg_pool2d_backward.default: functools.partial(avg_pool_backward, 2),
+    aten.avg_pool3d.default: avg_pool3d,
+    aten.avg_pool3d_backward.default: functools.partial(avg_pool_backward, 3),
     aten.max_pool2d_with_indices.default: max_pool2d,
+    aten.max_pool3d_with_indices.default: max_pool3d,
+    aten.max_pool3d_with_indices_backward.default: max_pool3d_backward,
 }
 
 

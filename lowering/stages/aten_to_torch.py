@@ -15,7 +15,6 @@ from lowering.stages.call_kernels import call_kernels
 from lowering.stages.torch_mlir_context import TorchMlirContext
 from lowering.stages.torch_to_dispatches import NODE_FILE
 
-
 # Arithmetic on sizes that torch-mlir imports as an op, but not as the function that Dynamo traces.
 _OPS_OF_SIZES = {
     torch.sym_max: torch.ops.prim.max.int,

@@ -72,6 +72,31 @@ def test_grouped_attention(length: int) -> None:
     assert_same(torch.compile(attention, backend="npu_iree")(q, k, v), attention(q, k, v))
 
 
+STRIDED = {
+    "2 dimensions": (torch.nn.Conv2d(3, 4, 3, 2, 1), (3, 9, 9)),
+    "in groups": (torch.nn.Conv2d(4, 4, 3, 2, 1, groups=2), (4, 8, 8)),
+    "transposed": (torch.nn.ConvTranspose2d(3, 4, 3, 2, 1), (3, 5, 5)),
+}
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_training_of_a_strided_convolution(name: str, counts: Counter[str]) -> None:
+    torch._dynamo.reset()
+    layer, shape = STRIDED[name]
+    compiled = torch.compile(layer, backend="npu_iree")
+    for batch in (2, 3, 5):
+        x = torch.randn(batch, *shape)
+        torch._dynamo.mark_dynamic(x, 0)
+        gradients = []
+        for function in (layer, compiled):
+            layer.zero_grad()
+            given = x.clone().requires_grad_()
+            function(given).square().sum().backward()
+            gradients.append([given.grad, *(p.grad for p in layer.parameters())])
+        assert_same(*gradients)
+    assert counts["unsupported_ops"] == 0
+
+
 def test_several_writes_into_one_tensor_of_any_size() -> None:
     def shifted(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = x.new_zeros(x.shape)

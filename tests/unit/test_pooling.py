@@ -1,4 +1,4 @@
-"""Pooling of any window: values and indices are PyTorch's, also where all is -inf or NaN."""
+"""Pooling of any window, and its gradients, are PyTorch's, also where all is -inf or NaN."""
 
 from __future__ import annotations
 
@@ -8,13 +8,31 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lowering.decompositions import pooling
+from lowering.decompositions import adaptive, padding, pooling
 
 aten = torch.ops.aten
 
 
+def numbers(data: st.DataObject, count: int, low: int, high: int) -> list[int]:
+    return data.draw(st.lists(st.integers(low, high), min_size=count, max_size=count))
+
+
 def pair(data: st.DataObject, low: int, high: int) -> list[int]:
-    return data.draw(st.lists(st.integers(low, high), min_size=2, max_size=2))
+    return numbers(data, 2, low, high)
+
+
+def drawn(data: st.DataObject, *shape: int, special: bool = False) -> torch.Tensor:
+    """Numbers, among them equal ones; if they are to be special, some are -inf and some NaN."""
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    x = (torch.randn(shape, generator=generator) * 4).round() / 4
+    if not special:
+        return x
+    kind = torch.rand(shape, generator=generator)
+    return x.masked_fill(kind < 0.2, -float("inf")).masked_fill(kind > 0.9, float("nan"))
+
+
+def assert_equal(actual: object, expected: object) -> None:
+    torch.testing.assert_close(actual, expected, equal_nan=True)
 
 
 @settings(max_examples=150, deadline=None)
@@ -62,3 +80,97 @@ def test_averages_of_a_window_in_one_place_are_pytorchs(data: st.DataObject) -> 
     actual = pooling.avg_pool2d(x, *arguments)
     assume(actual is not NotImplemented)
     torch.testing.assert_close(actual, expected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_average_pooling_in_3_dimensions_and_its_gradient(data: st.DataObject) -> None:
+    rank = data.draw(st.sampled_from([2, 3]))
+    forward, backward = {
+        2: (aten.avg_pool2d.default, aten.avg_pool2d_backward.default),
+        3: (aten.avg_pool3d.default, aten.avg_pool3d_backward.default),
+    }[rank]
+    kernel = numbers(data, rank, 1, 4)
+    pads = [data.draw(st.integers(0, k // 2)) for k in kernel]
+    arguments: list[Any] = [kernel, numbers(data, rank, 1, 3), pads, data.draw(st.booleans())]
+    arguments += [data.draw(st.booleans()), data.draw(st.sampled_from([None, 3]))]
+    lead = data.draw(st.sampled_from([(2, 3), (3,)]))
+    x = drawn(data, *lead, *numbers(data, rank, 1, 6))
+    try:
+        expected = forward(x, *arguments)
+    except RuntimeError:  # the window is larger than the input
+        assume(False)
+    if rank == 3:
+        assert_equal(pooling.avg_pool3d(x, *arguments), expected)
+    gradient = drawn(data, *expected.shape)
+    actual = pooling.avg_pool_backward(rank, gradient, x, *arguments)
+    assert_equal(actual, backward(gradient, x, *arguments))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_max_pooling_in_3_dimensions_and_its_gradient(data: st.DataObject) -> None:
+    kernel = numbers(data, 3, 1, 3)
+    pads = [data.draw(st.integers(0, k // 2)) for k in kernel]
+    arguments: list[Any] = [kernel, numbers(data, 3, 1, 3), pads]
+    arguments += [numbers(data, 3, 1, 2), data.draw(st.booleans())]
+    x = drawn(
+        data, *data.draw(st.sampled_from([(2, 3), (3,)])), *numbers(data, 3, 1, 5), special=True
+    )
+    try:
+        expected = aten.max_pool3d_with_indices.default(x, *arguments)
+    except RuntimeError:  # the window is larger than the input
+        assume(False)
+    for size, k, step, pad, d in zip(x.shape[-3:], *arguments[:4], strict=True):
+        starts = range(-pad, size + pad, step)
+        inside = [any(0 <= s + i * d < size for i in range(k)) for s in starts if s < size]
+        assume(all(inside))  # else PyTorch's own index is in the padding
+    assert_equal(pooling.max_pool3d(x, *arguments), expected)
+    gradient = drawn(data, *expected[0].shape)
+    actual = pooling.max_pool3d_backward(gradient, x, *arguments, expected[1])
+    backward = aten.max_pool3d_with_indices_backward.default
+    assert_equal(actual, backward(gradient, x, *arguments, expected[1]))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_adaptive_pooling_and_its_gradients(data: st.DataObject) -> None:
+    rank = data.draw(st.sampled_from([2, 3]))
+    of_max, max_backward, avg_backward = {
+        2: (
+            aten.adaptive_max_pool2d.default,
+            aten.adaptive_max_pool2d_backward.default,
+            aten._adaptive_avg_pool2d_backward.default,
+        ),
+        3: (
+            aten.adaptive_max_pool3d.default,
+            aten.adaptive_max_pool3d_backward.default,
+            aten._adaptive_avg_pool3d_backward.default,
+        ),
+    }[rank]
+    lead = data.draw(st.sampled_from([(2, 3), (3,)]))
+    x = drawn(data, *lead, *numbers(data, rank, 1, 9 if rank == 2 else 5), special=True)
+    size = numbers(data, rank, 1, 7)
+    expected = of_max(x, size)
+    assert_equal(adaptive.adaptive_max_pool(x, size), expected)
+    gradient = drawn(data, *expected[0].shape)
+    actual = adaptive.adaptive_max_pool_backward(rank, gradient, x, expected[1])
+    assert_equal(actual, max_backward(gradient, x, expected[1]))
+    actual = adaptive.adaptive_avg_pool_backward(rank, gradient, x)
+    assert_equal(actual, avg_backward(gradient, x))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_gradients_of_edges_that_were_repeated(data: st.DataObject) -> None:
+    rank = data.draw(st.integers(1, 3))
+    forward, backward = {
+        1: (aten.replication_pad1d.default, aten.replication_pad1d_backward.default),
+        2: (aten.replication_pad2d.default, aten.replication_pad2d_backward.default),
+        3: (aten.replication_pad3d.default, aten.replication_pad3d_backward.default),
+    }[rank]
+    x = drawn(data, 2, 3, *numbers(data, rank, 1, 5))
+    amounts = numbers(data, 2 * rank, 0, 3)
+    gradient = drawn(data, *forward(x, amounts).shape)
+    actual = padding.replication_pad_backward(gradient, x, amounts)
+    assert_equal(actual, backward(gradient, x, amounts))

@@ -1,0 +1,110 @@
+"""Adaptive pooling, whose windows have different lengths, and what flows back through it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lowering.decompositions.pooling import given_back
+
+aten = torch.ops.aten
+_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
+_MAX_POOLS = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_indices.default}
+
+
+def adaptive_max_pool(x: torch.Tensor, output_size: Sequence[int]) -> Any:
+    """Decompose `aten.adaptive_max_pool2d` and `3d`: torch-mlir's are for windows of one length.
+
+    Of others its program finds out when it runs ("only support cases with fixed stride size").
+
+    Before: adaptive_max_pool2d(%x, [3, 2])                            with %x of [N, C, 8, 4]
+    After:  %w = x[..., [[0, 1, 2], [2, 3, 4, 5], [5, 6, 7]], [[0, 1], [2, 3]]], windows last;
+            amax(%w, -1), and where in %x the first of the largest is
+    """
+    rank = len(output_size)
+    sizes = x.shape[-rank:]
+    if not all(isinstance(n, int) for n in sizes) or 0 in (*sizes, *output_size):
+        return _UNCHANGED
+    if all(size % count == 0 for size, count in zip(sizes, output_size, strict=True)):
+        steps = [size // count for size, count in zip(sizes, output_size, strict=True)]
+        return _MAX_POOLS[rank](x, steps, steps)
+    place = torch.zeros((), dtype=torch.int64, device=x.device)
+    windows = x
+    for i, (size, count) in enumerate(zip(sizes, output_size, strict=True)):
+        reads, _ = _windows(size, count, x.device)
+        place = place[..., None, None] * size + reads
+        windows = _read(windows, x.dim() - rank + 2 * i, reads)
+    windows, place = _windows_last(windows, rank), _windows_last(place, rank)
+    values = torch.amax(windows, -1, True)
+    at = torch.arange(windows.shape[-1], device=x.device)
+    rating = torch.where(windows == values, -at, -len(at))  # the first of the largest
+    if x.dtype.is_floating_point:
+        rating = torch.where(windows != windows, 1 + at, rating)  # or the last NaN
+    is_it = rating == torch.amax(rating, -1, True)
+    return values.squeeze(-1), torch.sum(torch.where(is_it, place, 0), -1)
+
+
+def adaptive_avg_pool_backward(rank: int, gradient: torch.Tensor, x: torch.Tensor) -> Any:
+    """Decompose `aten._adaptive_avg_pool2d_backward` and `3d`.
+
+    An element has its part in one window or in several that overlap. Which these are follows from
+    the number of windows as which elements they have follows from that of elements.
+    """
+    if not all(isinstance(n, int) for n in x.shape[-rank:]) or 0 in x.shape[-rank:]:
+        return _UNCHANGED
+    for dim in range(x.dim() - rank, x.dim()):
+        size, count = x.shape[dim], gradient.shape[dim]
+        behind = [1] * (x.dim() - 1 - dim)
+        _, are_its_own = _windows(size, count, x.device)
+        part = gradient / torch.sum(are_its_own, -1).view(count, *behind)
+        reads, are_its_own = _windows(count, size, x.device)
+        parts = _read(part, dim, reads)
+        own = are_its_own.view(*are_its_own.shape, *behind)
+        gradient = torch.sum(torch.where(own, parts, 0), dim + 1)
+    return gradient
+
+
+def adaptive_max_pool_backward(
+    rank: int, gradient: torch.Tensor, x: torch.Tensor, indices: torch.Tensor
+) -> torch.Tensor:
+    """Decompose `aten.adaptive_max_pool2d_backward` and `3d`."""
+    return given_back(rank, gradient, x, indices)
+
+
+def _windows(size: int, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which elements each of `count` windows reads, `[count, longest]`, and if they are its.
+
+    The shorter ones read their last element again.
+    """
+    longest = max(-(-(i + 1) * size // count) - i * size // count for i in range(count))
+    i = torch.arange(count, device=device).unsqueeze(-1)
+    start = torch.div(i * size, count, rounding_mode="floor")
+    end = torch.div(i * size + size + count - 1, count, rounding_mode="floor")
+    at = start + torch.arange(longest, device=device)
+    return torch.minimum(at, end - 1), at < end
+
+
+def _read(x: torch.Tensor, dim: int, reads: torch.Tensor) -> torch.Tensor:
+    """Read windows along a dimension, which becomes two."""
+    read = torch.index_select(x, dim, reads.flatten())
+    return read.reshape(*x.shape[:dim], *reads.shape, *x.shape[dim + 1 :])
+
+
+def _windows_last(x: torch.Tensor, rank: int) -> torch.Tensor:
+    """Put the elements of each window together: `[..., A, a, B, b]` becomes `[..., A, B, ab]`."""
+    first = x.dim() - 2 * rank
+    counts, lengths = range(first, x.dim(), 2), range(first + 1, x.dim(), 2)
+    return x.permute(*range(first), *counts, *lengths).flatten(-rank)
+
+
+DECOMPOSITIONS = {
+    aten._adaptive_avg_pool2d_backward.default: functools.partial(adaptive_avg_pool_backward, 2),
+    aten._adaptive_avg_pool3d_backward.default: functools.partial(adaptive_avg_pool_backward, 3),
+    aten.adaptive_max_pool2d.default: adaptive_max_pool,
+    aten.adaptive_max_pool2d_backward.default: functools.partial(adaptive_max_pool_backward, 2),
+    aten.adaptive_max_pool3d.default: adaptive_max_pool,
+    aten.adaptive_max_pool3d_backward.default: functools.partial(adaptive_max_pool_backward, 3),
+}
