@@ -13,6 +13,7 @@ from lowering import randomness
 from lowering.decompositions import (
     adaptive,
     attention,
+    bags,
     batch_norm,
     convolution,
     division,
@@ -25,6 +26,8 @@ from lowering.decompositions import (
     pooling,
     powers,
     rnn,
+    scatters,
+    weight_norm,
 )
 from lowering.decompositions.halves import with_halves
 from lowering.decompositions.scalars import with_scalars
@@ -45,6 +48,7 @@ EXTRA_OPS = (
     aten._native_batch_norm_legit_no_training,
     aten._to_copy,
     aten.addmm,
+    aten.addmv,
     aten.baddbmm,
     aten.diag,
     aten.full,
@@ -99,6 +103,7 @@ def _default_table() -> dict[OpOverload, Callable[..., Any]]:
         aten.view.default: view,
         **adaptive.DECOMPOSITIONS,
         **attention.DECOMPOSITIONS,
+        **bags.DECOMPOSITIONS,
         **batch_norm.DECOMPOSITIONS,
         **convolution.DECOMPOSITIONS,
         **division.DECOMPOSITIONS,
@@ -112,6 +117,8 @@ def _default_table() -> dict[OpOverload, Callable[..., Any]]:
         **powers.DECOMPOSITIONS,
         **randomness.DECOMPOSITIONS,
         **rnn.DECOMPOSITIONS,
+        **scatters.DECOMPOSITIONS,
+        **weight_norm.DECOMPOSITIONS,
     }
     pytorchs = {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS)}
     taken = {op: fn for op, fn in pytorchs.items() if not matches(str(op), KEPT_OPS)}

@@ -146,6 +146,59 @@ def logaddexp2(a: torch.Tensor, b: torch.Tensor) -> Any:
     return _largest_and(a, b, lambda less: torch.log1p(torch.exp2(less)) * (1 / _LN2))
 
 
+def atan2(y: torch.Tensor, x: torch.Tensor) -> Any:
+    """Decompose `aten.atan2` into `atan`: IREE's own is NaN for two zeros and two infinities."""
+    if torch.float64 in (y.dtype, x.dtype):
+        return _UNCHANGED  # there is no `atan` of it
+    y, x = (t if t.dtype.is_floating_point else t.to(torch.get_default_dtype()) for t in (y, x))
+    is_zero, is_infinite = (x == 0) & (y == 0), torch.abs(x) + torch.abs(y) == math.inf
+    slope = torch.where(is_zero, y, y / torch.where(is_zero, 1, x))
+    diagonal = torch.where((x < 0) == (y < 0), torch.ones_like(slope), -1)
+    are_both = is_infinite & (torch.abs(x) == torch.abs(y))
+    angle = torch.atan(torch.where(are_both, diagonal, slope))
+    behind = torch.where(_is_negative(y), angle - math.pi, angle + math.pi)
+    return torch.where(_is_negative(x), behind, angle)
+
+
+def fmax(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Decompose `aten.fmax`: a NaN is smaller than anything."""
+    return torch.where((a >= b) | (b != b), a, b)  # asks for NaN
+
+
+def fmin(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Decompose `aten.fmin`: a NaN is larger than anything."""
+    return torch.where((a <= b) | (b != b), a, b)  # asks for NaN
+
+
+def hypot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Decompose `aten.hypot` such that nothing large or small is squared."""
+    a, b = torch.abs(a), torch.abs(b)
+    large, small = torch.maximum(a, b), torch.minimum(a, b)
+    ratio = torch.where(large == 0, 0, small / large)
+    is_infinite = (a == math.inf) | (b == math.inf)
+    return torch.where(is_infinite, math.inf, large * torch.sqrt(1 + ratio * ratio))
+
+
+@_of_reals
+def log10(x: torch.Tensor) -> torch.Tensor:
+    """Decompose `aten.log10`, which the CPU back end does not have."""
+    return torch.log(x) * (1 / math.log(10))
+
+
+def angle(x: torch.Tensor) -> Any:
+    """Decompose `aten.angle` of reals."""
+    if x.dtype.is_complex:
+        return _UNCHANGED
+    number = x if x.dtype.is_floating_point else x.to(torch.get_default_dtype())
+    turned = torch.where(number < 0, math.pi, torch.zeros_like(number))
+    return torch.where(number != number, number, turned)  # asks for NaN
+
+
+def _is_negative(x: torch.Tensor) -> torch.Tensor:
+    """Say whether a number, which is not NaN, has the sign, -0.0 too."""
+    return (x < 0) | ((x == 0) & (1 / x < 0))
+
+
 def _largest_and(
     a: torch.Tensor, b: torch.Tensor, rest: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
@@ -161,11 +214,17 @@ def _with_sign(size: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 DECOMPOSITIONS = {
     aten.acosh.default: acosh,
+    aten.angle.default: angle,
     aten.asinh.default: asinh,
+    aten.atan2.default: atan2,
     aten.atanh.default: atanh,
     aten.cos.default: _of_less_than_a_turn(torch.cos),
     aten.elu.default: elu,
     aten.expm1.default: expm1,
+    aten.fmax.default: fmax,
+    aten.fmin.default: fmin,
+    aten.hypot.default: hypot,
+    aten.log10.default: log10,
     aten.log1p.default: log1p,
     aten.logaddexp.default: logaddexp,
     aten.logaddexp2.default: logaddexp2,

@@ -18,9 +18,11 @@ SPECIAL = (0.0, 1.0, -1.0, 0.5, -0.5, 2.5, -2.5, 3.0, -7.3, 100.0, 1e30, -1e30, 
 DIGITS = {torch.float32: 2e-6, torch.float64: 1e-14}
 FUNCTIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     torch.acosh,
+    torch.angle,
     torch.asinh,
     torch.atanh,
     torch.expm1,
+    torch.log10,
     torch.log1p,
     torch.sinh,
     torch.nn.functional.elu,
@@ -52,6 +54,23 @@ def test_functions_of_numbers_of_all_sizes(dtype: torch.dtype, counts: Counter[s
             equal_nan=True,
             msg=lambda text, name=function.__name__: f"{name}: {text}",
         )
+    assert (counts["regions"], counts["host_ops"]) == (1, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)
+def test_functions_of_two_numbers(dtype: torch.dtype, counts: Counter[str]) -> None:
+    def functions(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        lengths = [torch.hypot(x, y)] if dtype.is_floating_point else []
+        return [torch.atan2(x, y), torch.fmax(x, y), torch.fmin(x, y), *lengths]
+
+    numbers = torch.tensor([*SPECIAL, -0.0, 3e38, -3e38])
+    numbers = numbers if dtype.is_floating_point else torch.arange(-4.0, 5)
+    x, y = (t.flatten().to(dtype) for t in torch.meshgrid(numbers, numbers, indexing="ij"))
+    found, expected = torch.compile(functions, backend="npu_iree")(x, y), functions(x, y)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+    signs = [torch.signbit(angles[expected[0] == 0]) for angles in (found[0], expected[0])]
+    assert_same(*signs)
     assert (counts["regions"], counts["host_ops"]) == (1, 0)
 
 

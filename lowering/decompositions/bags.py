@@ -1,0 +1,134 @@
+"""Sums and means of bags of embeddings, and their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
+_SUM, _MEAN = 0, 1  # modes; the third is the maximum
+
+
+def embedding_bag(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = _SUM,
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> Any:
+    """Decompose `aten._embedding_bag` and `_embedding_bag_forward_only`.
+
+    Before: _embedding_bag(%w, %i, %o)                         with %i of [L], %o of [B]: the starts
+    After:  %b = cumsum(scatter_add(zeros(L + 1), %o, 1))[:L] - 1        which bag an element is in
+            index_add(zeros(B, D), 0, %b, embedding(%w, %i))
+
+    Args:
+        weight: `[N, D]`, of f32 or f64.
+        indices: `[L]`.
+        offsets: `[B]`, where each bag starts; with `include_last_offset` one more, the end.
+        scale_grad_by_freq: for the backward, as `sparse`.
+        mode: 0 for the sum, 1 for the mean.
+        sparse: whether the gradient shall be.
+        per_sample_weights: `[L]`, or None.
+        include_last_offset: see `offsets`.
+        padding_idx: an index that counts for nothing, if not negative.
+
+    Returns:
+        The bags, `[B, D]`; for the backward the bag of each element, `[L]`, their sizes, `[B]`,
+        and what only the maximum has.
+    """
+    if mode not in (_SUM, _MEAN) or sparse or weight.dtype not in (torch.float32, torch.float64):
+        return _UNCHANGED
+    length, count = indices.shape[0], offsets.shape[0] - include_last_offset
+    starts = offsets.new_zeros([length + 1])
+    starts = torch.scatter_add(starts, 0, offsets, torch.ones_like(offsets))
+    bag = aten.slice.Tensor(torch.cumsum(starts, 0), 0, 0, length) - 1
+    counts = _counts(indices, padding_idx)
+    rows = _weighed(aten.embedding.default(weight, indices), per_sample_weights, counts)
+    bags = torch.index_add(weight.new_zeros([count, weight.shape[1]]), 0, bag, rows)
+    sizes = torch.scatter_add(offsets.new_zeros([count]), 0, bag, counts.to(offsets.dtype))
+    if mode == _MEAN:
+        bags = bags / torch.clamp(sizes, min=1).unsqueeze(-1)
+    return bags, bag, sizes, torch.zeros_like(sizes)
+
+
+def embedding_bag_backward(
+    gradient: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    bag: torch.Tensor,
+    sizes: torch.Tensor,
+    maximum_indices: torch.Tensor,
+    num_weights: int,
+    scale_grad_by_freq: bool,
+    mode: int,
+    sparse: bool,
+    per_sample_weights: torch.Tensor | None,
+    padding_idx: int = -1,
+) -> Any:
+    """Decompose `aten._embedding_bag_backward`: each element gives its bag's gradient to its row.
+
+    Args:
+        gradient: of the bags, `[B, D]`.
+        bag, sizes: as `embedding_bag` returns them; the others as it takes them.
+
+    Returns:
+        The gradient of the weight, `[num_weights, D]`.
+    """
+    is_known = gradient.dtype in (torch.float32, torch.float64)
+    if mode not in (_SUM, _MEAN) or sparse or scale_grad_by_freq or not is_known:
+        return _UNCHANGED
+    if mode == _MEAN:
+        gradient = gradient / torch.clamp(sizes, min=1).unsqueeze(-1)
+    counts = _counts(indices, padding_idx)
+    rows = _weighed(torch.index_select(gradient, 0, bag), per_sample_weights, counts)
+    return torch.index_add(gradient.new_zeros([num_weights, gradient.shape[1]]), 0, indices, rows)
+
+
+def weights_backward(
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    bag: torch.Tensor,
+    mode: int,
+    padding_idx: int = -1,
+) -> Any:
+    """Decompose `aten._embedding_bag_per_sample_weights_backward`; arguments as above.
+
+    Returns:
+        The gradient of `per_sample_weights`, `[L]`.
+    """
+    if mode != _SUM or weight.dtype not in (torch.float32, torch.float64):
+        return _UNCHANGED
+    rows = aten.embedding.default(weight, indices) * torch.index_select(gradient, 0, bag)
+    return torch.where(_counts(indices, padding_idx), torch.sum(rows, -1), 0)
+
+
+def _counts(indices: torch.Tensor, padding_idx: int) -> torch.Tensor:
+    """Say which elements are no padding."""
+    if padding_idx < 0:
+        return torch.ones_like(indices, dtype=torch.bool)
+    return indices != padding_idx
+
+
+def _weighed(
+    rows: torch.Tensor, weights: torch.Tensor | None, counts: torch.Tensor
+) -> torch.Tensor:
+    if weights is not None:
+        rows = rows * weights.unsqueeze(-1)
+    return torch.where(counts.unsqueeze(-1), rows, 0)
+
+
+DECOMPOSITIONS = {
+    aten._embedding_bag.default: embedding_bag,
+    aten._embedding_bag_backward.default: embedding_bag_backward,
+    aten._embedding_bag_forward_only.default: embedding_bag,
+    aten._embedding_bag_per_sample_weights_backward.default: weights_backward,
+}

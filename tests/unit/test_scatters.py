@@ -1,0 +1,90 @@
+"""Elements put by a mask or a diagonal, counted, and bags of embeddings, are PyTorch's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowering.decompositions import bags, scatters, weight_norm
+
+aten = torch.ops.aten
+SIZES = st.integers(1, 5)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_what_a_mask_puts_and_gives_back(data: st.DataObject) -> None:
+    shape = [data.draw(SIZES) for _ in range(3)]
+    x, source = torch.randn(shape), torch.randn(5, 5, 6)
+    mask = torch.rand(shape[data.draw(st.integers(0, 2)) :]) < data.draw(st.floats(0, 1))
+    expected = aten.masked_scatter.default(x, mask, source)
+    torch.testing.assert_close(scatters.masked_scatter(x, mask, source), expected)
+    wide = mask.expand(shape)
+    actual = scatters.masked_scatter_backward(x, wide, source.shape)
+    expected = aten.masked_scatter_backward.default(x, wide, source.shape)
+    torch.testing.assert_close(actual, expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_diagonal_that_is_put(data: st.DataObject) -> None:
+    x = torch.randn([data.draw(SIZES) for _ in range(3)])
+    first, second = data.draw(st.permutations([0, 1, 2]))[:2]
+    offset = data.draw(st.integers(1 - x.shape[first], x.shape[second] - 1))
+    arguments = (offset, first, second - data.draw(st.sampled_from([0, 3])))
+    source = torch.randn(torch.diagonal(x, *arguments).shape)
+    expected = aten.diagonal_scatter.default(x, source, *arguments)
+    actual = scatters.diagonal_scatter(x, source, *arguments)
+    torch.testing.assert_close(actual, expected)
+    assert actual.is_contiguous()
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.sampled_from([-1.0, 0.0, 0.3, 1, 2, 2.5, 6.99, 7, 8, torch.inf, torch.nan])),
+    st.sampled_from([(8, 0, 7), (8, 0, 8), (3, -1, 2), (1, 0, 1)]),
+)
+def test_what_is_counted(numbers: list[float], bounds: tuple[int, int, int]) -> None:
+    x = torch.tensor(numbers, dtype=torch.float32)
+    torch.testing.assert_close(scatters.histc(x, *bounds), aten.histc.default(x, *bounds))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_bags_and_their_gradients(data: st.DataObject) -> None:
+    length, rows = data.draw(st.integers(1, 12)), 6
+    indices = torch.tensor([data.draw(st.integers(0, rows - 1)) for _ in range(length)])
+    starts = sorted(data.draw(st.lists(st.integers(0, length), max_size=4)))
+    has_end = data.draw(st.booleans())
+    offsets = torch.tensor([0, *starts, *([length] if has_end else [])])
+    mode, padding = data.draw(st.sampled_from([0, 1])), data.draw(st.sampled_from([-1, 2]))
+    weighs = mode == 0 and data.draw(st.booleans())
+    weight = torch.randn(rows, 3)
+    per_sample = torch.randn(length) if weighs else None
+    arguments: list[Any] = [weight, indices, offsets, False, mode, False, per_sample, has_end]
+    expected = aten._embedding_bag.default(*arguments, padding)
+    bag = bags.embedding_bag(*arguments, padding)
+    torch.testing.assert_close(bag[0], expected[0])
+    gradient = torch.randn(bag[0].shape)
+    rest = [rows, False, mode, False, per_sample, padding]
+    actual = bags.embedding_bag_backward(gradient, indices, offsets, *bag[1:], *rest)
+    backward = aten._embedding_bag_backward.default
+    torch.testing.assert_close(actual, backward(gradient, indices, offsets, *expected[1:], *rest))
+    if weighs:
+        given_ = (gradient, weight, indices, offsets, bag[1], mode, padding)
+        op = aten._embedding_bag_per_sample_weights_backward.default
+        torch.testing.assert_close(bags.weights_backward(*given_), op(*given_))
+
+
+def test_gradients_of_a_norm_of_weights() -> None:
+    for dim in (0, 2):
+        v = torch.randn(4, 3, 5, requires_grad=True)
+        g = torch.randn([4, 1, 1] if dim == 0 else [1, 1, 5], requires_grad=True)
+        weight, norms = aten._weight_norm_interface.default(v, g, dim)
+        gradient = torch.randn(weight.shape)
+        expected = torch.autograd.grad(weight, (v, g), gradient)
+        actual = weight_norm.weight_norm_backward(gradient, v, g, norms.view(g.shape), dim)
+        torch.testing.assert_close(actual, expected)
