@@ -3,8 +3,9 @@
 torch-mlir pads the input as PyTorch does; with a stride, a part at the end may never be read. Where
 the window stands in one place along a dimension, IREE drops the stride and then finds the sizes at
 odds with each other ("inferred input/output operand #1 has shape's dimension #2 to be 4, but found
-3"). Transposed convolutions in groups, and gradients in groups, in three dimensions or of
-transposed convolutions, torch-mlir does not lower; all of them are convolutions of something else.
+3"). Transposed convolutions in groups, those in groups in three dimensions, and gradients in
+groups, in three dimensions or of transposed convolutions, torch-mlir does not lower; all of them
+are convolutions of something else.
 """
 
 from __future__ import annotations
@@ -40,8 +41,13 @@ def convolution(
     stride, padding, dilation, output_padding = (
         of_each(v, rank) for v in (stride, padding, dilation, output_padding)
     )
-    if not is_static(x, weight) or (transposed and groups == 1):
+    if not is_static(weight) or not _is_static_but_for_the_batch(x):
         return _UNCHANGED
+    if transposed and groups == 1:
+        return _UNCHANGED
+    if rank == 3 and groups > 1 and not transposed:
+        y = _by_planes(x, weight, stride, padding, dilation, groups)
+        return y if bias is None else y + bias.reshape(-1, 1, 1, 1)
     if transposed:
         y = _transposed(x, weight, stride, padding, dilation, output_padding, groups)
         return y if bias is None else y + bias.reshape(-1, *[1] * rank)
@@ -80,7 +86,7 @@ def convolution_backward(
     """
     rank = x.dim() - 2
     stride, padding, dilation = (of_each(v, rank) for v in (stride, padding, dilation))
-    are_known = is_static(x[0], gradient[0], weight)
+    are_known = is_static(weight) and _is_static_but_for_the_batch(x, gradient)
     is_plain = not transposed and groups == 1 and rank < 3
     if not are_known or (is_plain and (is_static(x) or max(stride) == 1)):
         return _UNCHANGED
@@ -99,6 +105,51 @@ def convolution_backward(
     if output_mask[2]:
         of_bias = gradient.sum([0, *range(2, 2 + rank)])
     return of_x, of_weight, of_bias
+
+
+def _is_static_but_for_the_batch(*tensors: torch.Tensor) -> bool:
+    return all(isinstance(size, int) for tensor in tensors for size in tensor.shape[1:])
+
+
+def _by_planes(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> torch.Tensor:
+    """Write a convolution in 3 dimensions as the sum of those of planes, one for each of a weight.
+
+    Args:
+        x: [N, C, D, H, W].
+        weight: [F, C / groups, d, h, w]; the others of each of the last three dimensions.
+
+    Returns:
+        [N, F, D', H', W'].
+    """
+    padded = aten.constant_pad_nd.default(x, [0, 0, 0, 0, padding[0], padding[0]], 0)
+    count = (padded.shape[2] - dilation[0] * (weight.shape[2] - 1) - 1) // stride[0] + 1
+    planes = padded.transpose(1, 2)  # [N, D, C, H, W]
+    total: Any = None
+    for i in range(weight.shape[2]):
+        first = i * dilation[0]
+        last = first + (count - 1) * stride[0] + 1
+        read = aten.slice.Tensor(planes, 1, first, last, stride[0]).flatten(0, 1)
+        part = aten.convolution.default(
+            read,
+            weight[:, :, i],
+            None,
+            stride[1:],
+            padding[1:],
+            dilation[1:],
+            False,
+            [0, 0],
+            groups,
+        )
+        total = part if total is None else total + part
+    result: torch.Tensor = total.unflatten(0, (x.shape[0], count)).transpose(1, 2)
+    return result
 
 
 def _transposed(

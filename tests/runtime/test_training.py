@@ -130,6 +130,10 @@ LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "adaptive max pool in 3 dimensions": (nn.AdaptiveMaxPool3d((3, 2, 5)), (2, 3, 4, 4, 6)),
     "edges repeated": (nn.ReplicationPad2d((2, 1, 0, 3)), (2, 4, 5, 6)),
     "convolution in groups": (nn.Conv2d(4, 8, 3, groups=2, padding=1), (2, 4, 8, 8)),
+    "convolution in groups in 3 dimensions": (
+        nn.Conv3d(4, 8, 3, 2, 1, groups=2),
+        (2, 4, 5, 4, 3),
+    ),
     "transposed convolution in groups": (
         nn.ConvTranspose2d(4, 8, 3, stride=2, padding=1, output_padding=1, groups=2),
         (2, 4, 8, 8),
