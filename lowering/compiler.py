@@ -22,6 +22,14 @@ from lowering.record import GraphRecord, Healed, graph_text
 from lowering.region import Region, bound_nodes, extract_region
 from lowering.writes import given_inputs
 
+# Ops that PyTorch's own kernels crash on in a compiled graph -> why, and what to do.
+_NOWHERE = {
+    "aten.mkldnn_rnn_layer_backward.default": (
+        "PyTorch's kernel reads a workspace that its forward leaves out in a compiled graph",
+        "keep the LSTM out of the graph: torch._dynamo.config.allow_rnn = False",
+    )
+}
+
 
 @dataclass(frozen=True)
 class CompiledGraph:
@@ -67,6 +75,9 @@ class Compiler:
             apart=healed.apart if healed else None,
             kernels=self.builder.toolchain.kernels,
         )
+        for op in parts.host_ops.values():
+            if op.op in _NOWHERE:
+                raise UnsupportedOpError(self.builder.target.name, [op], *_NOWHERE[op.op])
         refused = [op for op in parts.host_ops.values() if op.kind in ("unsupported", "failed")]
         if self.forbid_host and refused:
             raise UnsupportedOpError(self.builder.target.name, _each_once(refused))

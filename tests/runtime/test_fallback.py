@@ -249,6 +249,14 @@ def test_a_region_that_the_compiler_refuses_goes_to_the_host_with_one_warning(
     assert [r.levelname for r in ours if r.levelno >= logging.WARNING] == ["WARNING"]
 
 
+def test_what_would_crash_in_pytorchs_kernel_is_an_error() -> None:
+    lstm = torch.nn.LSTM(4, 8)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        y, _ = compiled(lstm)(torch.randn(3, 2, 4))
+    with pytest.raises(UnsupportedOpError, match="allow_rnn = False"):
+        y.sum().backward()
+
+
 def test_a_refused_op_takes_no_other_op_to_the_host(counts: Counter[str]) -> None:
     def function(x: torch.Tensor, z: torch.Tensor) -> Any:
         return torch.relu(x) @ x, z + z
