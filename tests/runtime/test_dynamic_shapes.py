@@ -187,6 +187,18 @@ def test_symbols_and_expressions_of_them(name: str, target: str, counts: Counter
     assert counts["graphs"] == 1
 
 
+def test_the_larger_and_the_smaller_of_two_sizes() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> Any:
+        larger, smaller = max(x.shape[0], y.shape[0]), min(x.shape[0], y.shape[0])
+        return torch.zeros(larger, smaller) + x.sum(), x[:smaller] * larger
+
+    options = {"fallback": "error"}
+    compiled = torch.compile(function, backend="npu_iree", dynamic=True, options=options)
+    for a, b, c in SIZES:
+        args = data(a, b), data(c)
+        assert_same(compiled(*args), function(*args))
+
+
 @pytest.mark.parametrize("name", ["several symbols", "only in expressions", "of size"])
 def test_sizes_0_and_1_are_right_whether_they_come_first_or_last(name: str) -> None:
     function, make = FUNCTIONS[name]
