@@ -9,7 +9,12 @@ import torch
 
 def is_static(*tensors: torch.Tensor) -> bool:
     """Say whether all sizes of tensors are numbers, not symbols."""
-    return all(isinstance(size, int) for tensor in tensors for size in tensor.shape)
+    return all(are_known(tensor.shape) for tensor in tensors)
+
+
+def are_known(sizes: Sequence[int]) -> bool:
+    """Say whether all of these sizes are numbers, not symbols."""
+    return all(isinstance(size, int) for size in sizes)
 
 
 def of_each(values: Sequence[int], rank: int) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lowering.decompositions.pooling import given_back
+from lowering.decompositions.pooling import are_pooled, given_back
 
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
@@ -26,7 +26,7 @@ def adaptive_max_pool(x: torch.Tensor, output_size: Sequence[int]) -> Any:
     """
     rank = len(output_size)
     sizes = x.shape[-rank:]
-    if not all(isinstance(n, int) for n in sizes) or 0 in (*sizes, *output_size):
+    if not are_pooled(sizes) or 0 in output_size:
         return _UNCHANGED
     if all(size % count == 0 for size, count in zip(sizes, output_size, strict=True)):
         steps = [size // count for size, count in zip(sizes, output_size, strict=True)]
@@ -53,7 +53,7 @@ def adaptive_avg_pool_backward(rank: int, gradient: torch.Tensor, x: torch.Tenso
     An element has its part in one window or in several that overlap. Which these are follows from
     the number of windows as which elements they have follows from that of elements.
     """
-    if not all(isinstance(n, int) for n in x.shape[-rank:]) or 0 in x.shape[-rank:]:
+    if not are_pooled(x.shape[-rank:]):
         return _UNCHANGED
     for dim in range(x.dim() - rank, x.dim()):
         size, count = x.shape[dim], gradient.shape[dim]
@@ -65,13 +65,6 @@ def adaptive_avg_pool_backward(rank: int, gradient: torch.Tensor, x: torch.Tenso
         own = are_its_own.view(*are_its_own.shape, *behind)
         gradient = torch.sum(torch.where(own, parts, 0), dim + 1)
     return gradient
-
-
-def adaptive_max_pool_backward(
-    rank: int, gradient: torch.Tensor, x: torch.Tensor, indices: torch.Tensor
-) -> torch.Tensor:
-    """Decompose `aten.adaptive_max_pool2d_backward` and `3d`."""
-    return given_back(rank, gradient, x, indices)
 
 
 def _windows(size: int, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,7 +97,7 @@ DECOMPOSITIONS = {
     aten._adaptive_avg_pool2d_backward.default: functools.partial(adaptive_avg_pool_backward, 2),
     aten._adaptive_avg_pool3d_backward.default: functools.partial(adaptive_avg_pool_backward, 3),
     aten.adaptive_max_pool2d.default: adaptive_max_pool,
-    aten.adaptive_max_pool2d_backward.default: functools.partial(adaptive_max_pool_backward, 2),
+    aten.adaptive_max_pool2d_backward.default: functools.partial(given_back, 2),
     aten.adaptive_max_pool3d.default: adaptive_max_pool,
-    aten.adaptive_max_pool3d_backward.default: functools.partial(adaptive_max_pool_backward, 3),
+    aten.adaptive_max_pool3d_backward.default: functools.partial(given_back, 3),
 }

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lowering.sizes import is_static, of_each
+from lowering.sizes import are_known, is_static, of_each
 
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
@@ -41,7 +41,7 @@ def convolution(
     stride, padding, dilation, output_padding = (
         of_each(v, rank) for v in (stride, padding, dilation, output_padding)
     )
-    if not is_static(weight) or not _is_static_but_for_the_batch(x):
+    if not is_static(weight) or not are_known(x.shape[1:]):
         return _UNCHANGED
     if transposed and groups == 1:
         return _UNCHANGED
@@ -86,9 +86,9 @@ def convolution_backward(
     """
     rank = x.dim() - 2
     stride, padding, dilation = (of_each(v, rank) for v in (stride, padding, dilation))
-    are_known = is_static(weight) and _is_static_but_for_the_batch(x, gradient)
     is_plain = not transposed and groups == 1 and rank < 3
-    if not are_known or (is_plain and (is_static(x) or max(stride) == 1)):
+    are_static = is_static(weight) and are_known((*x.shape[1:], *gradient.shape[1:]))
+    if not are_static or (is_plain and (is_static(x) or max(stride) == 1)):
         return _UNCHANGED
     kernel = weight.shape[2:]
     places = (stride, padding, dilation)
@@ -105,10 +105,6 @@ def convolution_backward(
     if output_mask[2]:
         of_bias = gradient.sum([0, *range(2, 2 + rank)])
     return of_x, of_weight, of_bias
-
-
-def _is_static_but_for_the_batch(*tensors: torch.Tensor) -> bool:
-    return all(isinstance(size, int) for tensor in tensors for size in tensor.shape[1:])
 
 
 def _by_planes(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lowering.decompositions.convolution import spread_all, unread
-from lowering.sizes import is_static, of_each
+from lowering.sizes import are_known, is_static, of_each
 
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
@@ -76,12 +76,11 @@ def avg_pool2d(
     Before: avg_pool2d(%x, 320, ceil_mode=True)                        with %x of [N, C, 7, 9]
     After:  %1 = sum(%x, [-2], True) / 7; sum(%1, [-1], True) / 9
     """
-    if not _is_known(x, 2) or not x.dtype.is_floating_point:
+    if not are_pooled(x.shape[-2:]) or not x.dtype.is_floating_point:
         return _UNCHANGED
     pool = _Windows.of(x.shape[-2:], kernel_size, stride, padding, ceil_mode)
     if pool.hang_over():
-        total = _sums(aten.constant_pad_nd.default(x, pool.amounts(), 0), pool.kernel, pool.steps)
-        return total / pool.divisors(x.device, count_include_pad, divisor_override)
+        return _averages(x, pool, count_include_pad, divisor_override)
     kernel, steps, pads = (of_each(v, 2) for v in (kernel_size, stride or kernel_size, padding))
     once = []
     for i, size in enumerate(int(size) for size in x.shape[-2:]):
@@ -113,13 +112,12 @@ def avg_pool3d(
     divisor_override: int | None = None,
 ) -> Any:
     """Decompose `aten.avg_pool3d` into sums over planes, and sums of these over the depth."""
-    if not _is_known(x, 3) or not x.dtype.is_floating_point:
+    if not are_pooled(x.shape[-3:]) or not x.dtype.is_floating_point:
         return _UNCHANGED
     pool = _Windows.of(x.shape[-3:], kernel_size, stride, padding, ceil_mode)
     batch = x if x.dim() == 5 else x.unsqueeze(0)
-    total = _sums(aten.constant_pad_nd.default(batch, pool.amounts(), 0), pool.kernel, pool.steps)
-    total = total if x.dim() == 5 else total.squeeze(0)
-    return total / pool.divisors(x.device, count_include_pad, divisor_override)
+    averages = _averages(batch, pool, count_include_pad, divisor_override)
+    return averages if x.dim() == 5 else averages.squeeze(0)
 
 
 def avg_pool_backward(
@@ -139,7 +137,7 @@ def avg_pool_backward(
     After:  %1 = %g / 9, spread with a zero between any two elements and padded by 1;
             avg_pool2d(%1, [3, 3], [1, 1], divisor_override=1)
     """
-    if not _is_known(x, rank) or not x.dtype.is_floating_point:
+    if not are_pooled(x.shape[-rank:]) or not x.dtype.is_floating_point:
         return _UNCHANGED
     pool = _Windows.of(x.shape[-rank:], kernel_size, stride, padding, ceil_mode)
     part = gradient / pool.divisors(x.device, count_include_pad, divisor_override)
@@ -166,7 +164,7 @@ def max_pool3d(
             %2, %j = max_pool2d_with_indices(view(%1, [N, C, D, H/2 * W/2]), [2, 1])
             the index of %2 is gather(%i, 2, %j's depth) + H * W * %j's depth
     """
-    if not _is_known(x, 3) or 0 in x.shape:
+    if not are_pooled(x.shape[-3:]) or 0 in x.shape:
         return _UNCHANGED
     kernel, steps, pads, apart = (
         of_each(v, 3) for v in (kernel_size, stride or kernel_size, padding, dilation)
@@ -206,10 +204,18 @@ def max_pool3d_backward(
     return given_back(3, gradient, x, indices)
 
 
+def are_pooled(sizes: Sequence[int]) -> bool:
+    """Say whether windows of these sizes can be written down: they are known, and none is 0."""
+    return are_known(sizes) and 0 not in sizes
+
+
 def given_back(
     rank: int, gradient: torch.Tensor, x: torch.Tensor, indices: torch.Tensor
 ) -> torch.Tensor:
-    """Add up the gradient of maxima where they were, by their indices in the last dimensions."""
+    """Add up the gradient of maxima where they were, by their indices in the last dimensions.
+
+    So are `aten.adaptive_max_pool2d_backward` and `3d` decomposed, too.
+    """
     zeros = gradient.new_zeros(x.shape).flatten(-rank)
     added = torch.scatter_add(zeros, -1, indices.flatten(-rank), gradient.flatten(-rank))
     return added.view(x.shape)
@@ -282,6 +288,16 @@ class _Windows:
         return zip(self.sizes, self.kernel, self.steps, self.pads, self.counts, strict=True)
 
 
+def _averages(
+    x: torch.Tensor, pool: _Windows, count_include_pad: bool, divisor_override: int | None
+) -> torch.Tensor:
+    """Divide the sums over windows of the padded input; one of 3 dimensions is a batch."""
+    padded = aten.constant_pad_nd.default(x, pool.amounts(), 0)
+    divisors = pool.divisors(x.device, count_include_pad, divisor_override)
+    averages: torch.Tensor = _sums(padded, pool.kernel, pool.steps) / divisors
+    return averages
+
+
 def _sums(x: torch.Tensor, kernel: Sequence[int], steps: Sequence[int]) -> torch.Tensor:
     """Sum over windows of the last 2 or 3 dimensions of a batch."""
     if len(kernel) == 3:
@@ -293,11 +309,6 @@ def _sums(x: torch.Tensor, kernel: Sequence[int], steps: Sequence[int]) -> torch
         x, list(kernel), list(steps), [0, 0], False, True, 1
     )
     return result
-
-
-def _is_known(x: torch.Tensor, rank: int) -> bool:
-    """Say whether the last sizes are numbers, and none of them 0."""
-    return all(isinstance(size, int) and size for size in x.shape[-rank:])
 
 
 DECOMPOSITIONS = {

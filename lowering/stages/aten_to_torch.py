@@ -73,11 +73,17 @@ def _imported(
 def _with_ops_of_sizes(graph: fx.Graph) -> fx.Graph:
     if not any(node.target in _OPS_OF_SIZES for node in graph.nodes):
         return graph
+    copy = _copied(graph)
+    for node in copy.nodes:
+        node.target = _OPS_OF_SIZES.get(node.target, node.target)
+    copy.owning_module = graph.owning_module
+    return copy
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
     copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph.nodes:
         copies[node] = copy.node_copy(node, copies.__getitem__)
-        copies[node].target = _OPS_OF_SIZES.get(node.target, node.target)
-    copy.owning_module = graph.owning_module
     return copy
 
 
@@ -86,10 +92,9 @@ def _marked(graph_module: fx.GraphModule, position: int) -> fx.GraphModule:
 
     Source: torch-mlir makes an op's location of the `File "...", line ...` in its stack trace.
     """
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for i, node in enumerate(graph_module.graph.nodes):
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].meta["stack_trace"] = f'File "{NODE_FILE}{position}", line {i}, in graph'
+    graph = _copied(graph_module.graph)
+    for i, node in enumerate(graph.nodes):
+        node.meta["stack_trace"] = f'File "{NODE_FILE}{position}", line {i}, in graph'
     return graph_module_of(graph_module, graph)
 
 

@@ -98,6 +98,14 @@ def _times(count: int, sizes: Sequence[int | None]) -> int | None:
     return count * math.prod(known) if len(known) == len(sizes) else None
 
 
+def made_by(dispatch: Any) -> list[Any]:
+    """Return the results of a dispatch that are not written into what it takes."""
+    is_tied = "tied_operands" in dispatch.attributes
+    tied = dispatch.attributes["tied_operands"] if is_tied else [-1] * len(dispatch.results)
+    pairs = zip(dispatch.results, tied, strict=True)
+    return [result for result, place in pairs if getattr(place, "value", place) < 0]
+
+
 def sizes_of(kind: Any) -> tuple[int | None, ...]:
     """Return the sizes of a type, None where dynamic; those of no tensor are none."""
     from iree.compiler import ir

@@ -10,7 +10,7 @@ from lowering.abi import PARAMETER_SCOPE
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.barrier import drop_barriers
 from lowering.stages.call_kernels import link_kernels
-from lowering.stages.dispatch_work import walk
+from lowering.stages.dispatch_work import made_by, walk
 from lowering.stages.index_inside import index_inside
 from lowering.stages.iree_session import CHANNELS_LAST, DATA_TILING, IreeSession
 from lowering.stages.keep_arguments import keep_arguments
@@ -103,13 +103,11 @@ def _check_bindings(module: Any) -> None:
     """
     for op in itertools.chain.from_iterable(map(walk, inside(module, "util.func"))):
         if op.name == "flow.dispatch":
-            is_tied = "tied_operands" in op.attributes
-            tied = op.attributes["tied_operands"] if is_tied else [-1] * len(op.results)
-            made = sum(getattr(place, "value", place) < 0 for place in tied)
             taken = sum("tensor<" in str(operand.type) for operand in op.operands)
-            if taken + made > MOST_BINDINGS:
+            count = taken + len(made_by(op))
+            if count > MOST_BINDINGS:
                 raise RuntimeError(
-                    f"a device program would take {taken + made} tensors; IREE's runtime "
+                    f"a device program would take {count} tensors; IREE's runtime "
                     f"loads none with more than {MOST_BINDINGS}"
                 )
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lowering.stages.dispatch_work import sizes_of, walk
+from lowering.stages.dispatch_work import made_by, sizes_of, walk
 from lowering.stages.symbols import inside, maker_of, symbol_of
 
 _PACKS = "iree_encoding.set_encoding"
@@ -113,10 +113,7 @@ def _pack_behind(dispatch: Any, place: int, packed: Any) -> None:
     """Pack one of the results that a dispatch makes, by its place among them."""
     from iree.compiler import ir
 
-    is_tied = "tied_operands" in dispatch.attributes
-    tied = dispatch.attributes["tied_operands"] if is_tied else [-1] * len(dispatch.results)
-    made = [r for r, t in zip(dispatch.results, tied, strict=True) if getattr(t, "value", t) < 0]
-    result = made[place]
+    result = made_by(dispatch)[place]
     kind = ir.RankedTensorType(packed)
     result.set_type(ir.RankedTensorType.get(kind.shape, kind.element_type))
     sizes = _dynamic_sizes(dispatch, result)

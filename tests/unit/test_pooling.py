@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,14 @@ def drawn(data: st.DataObject, *shape: int, special: bool = False) -> torch.Tens
     return x.masked_fill(kind < 0.2, -float("inf")).masked_fill(kind > 0.9, float("nan"))
 
 
+def assume_indices_inside(sizes: Sequence[int], arguments: Sequence[Any]) -> None:
+    """Leave out windows that PyTorch's own index points to the padding of."""
+    for size, k, step, pad, d in zip(sizes, *arguments[:4], strict=True):
+        starts = range(-pad, size + pad, step)
+        inside = [any(0 <= s + i * d < size for i in range(k)) for s in starts if s < size]
+        assume(all(inside))
+
+
 def assert_equal(actual: object, expected: object) -> None:
     torch.testing.assert_close(actual, expected, equal_nan=True)
 
@@ -51,10 +60,7 @@ def test_values_and_indices_are_pytorchs(data: st.DataObject) -> None:
         expected = aten.max_pool2d_with_indices.default(x, *arguments)
     except RuntimeError:  # the window is larger than the input
         assume(False)
-    for size, k, step, pad, d in zip(x.shape[-2:], *arguments[:4], strict=True):
-        starts = range(-pad, size + pad, step)
-        inside = [any(0 <= s + i * d < size for i in range(k)) for s in starts if s < size]
-        assume(all(inside))  # else PyTorch's own index is in the padding
+    assume_indices_inside(x.shape[-2:], arguments)
     actual = pooling.max_pool2d(x, *arguments)
     if actual is not NotImplemented:
         for one, other in zip(actual, expected, strict=True):
@@ -121,10 +127,7 @@ def test_max_pooling_in_3_dimensions_and_its_gradient(data: st.DataObject) -> No
         expected = aten.max_pool3d_with_indices.default(x, *arguments)
     except RuntimeError:  # the window is larger than the input
         assume(False)
-    for size, k, step, pad, d in zip(x.shape[-3:], *arguments[:4], strict=True):
-        starts = range(-pad, size + pad, step)
-        inside = [any(0 <= s + i * d < size for i in range(k)) for s in starts if s < size]
-        assume(all(inside))  # else PyTorch's own index is in the padding
+    assume_indices_inside(x.shape[-3:], arguments)
     assert_equal(pooling.max_pool3d(x, *arguments), expected)
     gradient = drawn(data, *expected[0].shape)
     actual = pooling.max_pool3d_backward(gradient, x, *arguments, expected[1])
@@ -154,7 +157,7 @@ def test_adaptive_pooling_and_its_gradients(data: st.DataObject) -> None:
     expected = of_max(x, size)
     assert_equal(adaptive.adaptive_max_pool(x, size), expected)
     gradient = drawn(data, *expected[0].shape)
-    actual = adaptive.adaptive_max_pool_backward(rank, gradient, x, expected[1])
+    actual = pooling.given_back(rank, gradient, x, expected[1])
     assert_equal(actual, max_backward(gradient, x, expected[1]))
     actual = adaptive.adaptive_avg_pool_backward(rank, gradient, x)
     assert_equal(actual, avg_backward(gradient, x))
