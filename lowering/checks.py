@@ -279,8 +279,9 @@ def _operands(node: fx.Node) -> Iterator[_Operand]:
     takes = _TAKES.get(op_name(node.target).rpartition(".")[0])
     for place, rule in takes(node) if takes is not None else ():
         operand = _Operand(node, place, rule)
-        if isinstance(operand.given, fx.Node):
-            yield operand
+        given = operand.given
+        if isinstance(given, fx.Node) and isinstance(given.meta["val"], torch.Tensor):
+            yield operand  # a size that divides is guarded where it is decomposed
 
 
 _Rules: TypeAlias = Iterator[tuple[tuple[int, ...], _Rule]]

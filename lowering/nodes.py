@@ -42,7 +42,6 @@ MOVE_OPS = frozenset(
         "aten._reshape_alias",
         "aten._to_copy",
         "aten._unsafe_view",
-        "prims.collapse",
     ]
 )
 # Moves whose result is the memory of their argument.

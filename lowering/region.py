@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,8 +14,11 @@ from lowering.capture import INLINE_CONSTANT_ELEMENTS, CapturedGraph
 from lowering.checks import keep_right
 from lowering.dtypes import dtype_name
 from lowering.graph_modules import graph_module_of
+from lowering.importable import make_importable
+from lowering.nodes import origin_of
 from lowering.segments import Segment
 from lowering.signature import ScalarSpec, Signature, TensorSpec, inverse
+from lowering.sizes import is_static, settled, size_hint
 from lowering.source import SourceLine, user_line
 
 aten = torch.ops.aten
@@ -88,10 +91,11 @@ def extract_region(
     for i, node in enumerate((*inputs, *parameters)):
         values[node] = _take(graph, f"a{i}", node)
     for node in (*constants, *segment.nodes):
-        values[node] = graph.node_copy(node, lambda n: values[n])
-        values[node].meta = copy.copy(node.meta)
+        values[node] = graph.node_copy(node, lambda n: _argument(n, values))
+        values[node].meta = {**origin_of(node.meta), "val": _settled(node.meta["val"])}
     graph.output([_give(graph, values[n], n) for n in outputs])
     checks = keep_right(graph) if is_checked else ()
+    make_importable(graph)
     owner = segment.nodes[0].graph.owning_module
     signature = Signature(
         inputs=tuple(value_spec(n.meta["val"]) for n in inputs),
@@ -137,7 +141,7 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def _take(graph: fx.Graph, name: str, source: fx.Node) -> fx.Node:
     placeholder = graph.placeholder(name)
-    value = source.meta["val"]
+    value = _settled(source.meta["val"])
     placeholder.meta["val"] = value
     if not isinstance(value, torch.Tensor):
         return placeholder
@@ -146,6 +150,24 @@ def _take(graph: fx.Graph, name: str, source: fx.Node) -> fx.Node:
         return placeholder
     placeholder.meta["val"] = value.permute(order)
     return _permute(graph, placeholder, inverse(order), value)
+
+
+def _argument(node: fx.Node, values: Mapping[fx.Node, fx.Node]) -> fx.node.Argument:
+    value = settled(node.meta.get("val"))
+    return value if isinstance(value, int) else values[node]
+
+
+def _settled(value: Any) -> Any:
+    """Give a fake value whose sizes are numbers where the graph has made them so since."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_settled, value))
+    if not isinstance(value, torch.Tensor):
+        return settled(value)
+    if is_static(value):
+        return value
+    return value.new_empty_strided(
+        [settled(s) for s in value.shape], [settled(s) for s in value.stride()]
+    )
 
 
 def _give(graph: fx.Graph, node: fx.Node, source: fx.Node) -> fx.Node:
@@ -174,7 +196,8 @@ def value_spec(value: object) -> TensorSpec | ScalarSpec:
 
 def tensor_spec(value: torch.Tensor) -> TensorSpec:
     """Say what a (fake) tensor is to a signature."""
-    shape = tuple(s if isinstance(s, int) else str(s) for s in value.shape)
+    sizes = map(settled, value.shape)
+    shape = tuple(s if isinstance(s, int) else str(s) for s in sizes)
     return TensorSpec(dtype_name(value.dtype), shape, memory_order(value))
 
 
@@ -185,10 +208,3 @@ def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
             return 0 in sizes
         expected *= size
     return True
-
-
-def size_hint(size: int | torch.SymInt) -> int:
-    """Return a size, or what a symbolic one was when it was captured; 2 if that is not known."""
-    if isinstance(size, int):
-        return size
-    return int(size.node.hint) if size.node.has_hint() else 2

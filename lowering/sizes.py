@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,3 +21,16 @@ def are_known(sizes: Sequence[int]) -> bool:
 def of_each(values: Sequence[int], rank: int) -> list[int]:
     """Give one value a dimension: a single one is for all."""
     return list(values) * rank if len(values) == 1 else list(values)
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """Return a size, or what a symbolic one was when it was captured; 2 if that is not known."""
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else 2
+
+
+def settled(size: Any) -> Any:
+    """Return the number that a symbolic size has become since it was captured, else the size."""
+    known = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else None
+    return size if known is None else known

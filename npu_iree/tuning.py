@@ -18,8 +18,9 @@ from torch import fx
 
 from lowering.cache import Entry
 from lowering.program import Program
-from lowering.region import Region, size_hint, value_spec
+from lowering.region import Region, value_spec
 from lowering.signature import TensorSpec
+from lowering.sizes import size_hint
 from lowering.tuning import DEFAULT, Trial, Tuning
 from npu_iree.targets import Target
 

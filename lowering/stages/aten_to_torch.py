@@ -6,7 +6,6 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import fx
 
 from lowering.graph_modules import graph_module_of
@@ -14,12 +13,6 @@ from lowering.stages import CompileOptions, Stage
 from lowering.stages.call_kernels import call_kernels
 from lowering.stages.torch_mlir_context import TorchMlirContext
 from lowering.stages.torch_to_dispatches import NODE_FILE
-
-# Arithmetic on sizes that torch-mlir imports as an op, but not as the function that Dynamo traces.
-_OPS_OF_SIZES = {
-    torch.sym_max: torch.ops.prim.max.int,
-    torch.sym_min: torch.ops.prim.min.int,
-}
 
 
 def aten_to_torch(graphs: Mapping[str, fx.GraphModule], options: CompileOptions) -> str:
@@ -63,28 +56,10 @@ def _imported(
     with _without_root_handler(), TorchMlirContext() as mlir:
         importer = FxImporter(context=mlir.context)
         for name, graph_module in graphs.items():
-            graph = _with_ops_of_sizes(graph_module.graph)
-            importer.import_stateless_graph(graph, func_name=name)
+            importer.import_stateless_graph(graph_module.graph, func_name=name)
         with mlir.context:
             call_kernels(importer.module, options.kernels)
         return str(importer.module.operation.get_asm(enable_debug_info=with_locations))
-
-
-def _with_ops_of_sizes(graph: fx.Graph) -> fx.Graph:
-    if not any(node.target in _OPS_OF_SIZES for node in graph.nodes):
-        return graph
-    copy = _copied(graph)
-    for node in copy.nodes:
-        node.target = _OPS_OF_SIZES.get(node.target, node.target)
-    copy.owning_module = graph.owning_module
-    return copy
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    copy, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph.nodes:
-        copies[node] = copy.node_copy(node, copies.__getitem__)
-    return copy
 
 
 def _marked(graph_module: fx.GraphModule, position: int) -> fx.GraphModule:
@@ -92,9 +67,10 @@ def _marked(graph_module: fx.GraphModule, position: int) -> fx.GraphModule:
 
     Source: torch-mlir makes an op's location of the `File "...", line ...` in its stack trace.
     """
-    graph = _copied(graph_module.graph)
-    for i, node in enumerate(graph.nodes):
-        node.meta["stack_trace"] = f'File "{NODE_FILE}{position}", line {i}, in graph'
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for i, node in enumerate(graph_module.graph.nodes):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta["stack_trace"] = f'File "{NODE_FILE}{position}", line {i}, in graph'
     return graph_module_of(graph_module, graph)
 
 

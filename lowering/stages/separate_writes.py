@@ -38,7 +38,8 @@ def separate_writes(function: Any) -> None:
     IREE writes in place, and does not see all who read: a slice that is put into another place of
     its own tensor is read while it is written; and of what two ops write into, or other ops read
     (the numbers from 0 on that two sorts begin with, a `zeros` that two scatters fill), both get
-    the same buffer.
+    the same buffer. So do those of what is made of nothing twice, once IREE knows that the sizes
+    are equal, and merges the two.
 
     Before: %0 = tensor.extract_slice %x[0, 0] [3, 5]; %1 = tensor.insert_slice %0 into %x[0, 1]
     After:  %c = linalg.generic {copy} ins(%x); %1 = tensor.insert_slice %0 into %c[0, 1]
@@ -55,7 +56,8 @@ def separate_writes(function: Any) -> None:
             others = [o for k, o in enumerate(op.operands) if k != i and _is_tensor(o)]
             is_own = any(_root(other) == _root(target) for other in others)
             is_anywhere = not is_insert or not op.operation.results[0].type.has_static_shape
-            if is_own or (is_anywhere and _is_read_elsewhere(target, op)):
+            is_read = _is_read_elsewhere(target, op) or _is_made_again(target, function)
+            if is_own or (is_anywhere and is_read):
                 with op.operation.location, ir.InsertionPoint(op):
                     op.operation.operands[i] = _copied(target)
 
@@ -95,6 +97,25 @@ def _is_read_elsewhere(value: Any, reader: Any) -> bool:
         if isinstance(value.owner, ir.Block) or not _moves(value.owner):
             return False
         reader, value = value.owner, value.owner.operands[0]
+
+
+def _is_made_again(value: Any, function: Any) -> bool:
+    """Say whether a value of dynamic sizes is made of no tensor, and may be made so once more."""
+    from iree.compiler import ir
+
+    made = _root(value)
+    if isinstance(made.owner, ir.Block) or not _is_of_nothing(made.owner):
+        return False
+    if ir.RankedTensorType(made.type).has_static_shape:
+        return False  # merged already
+    name, kind = made.owner.name, str(made.type)
+    others = [op.operation for op in function.regions[0].blocks[0].operations if op != made.owner]
+    alike = [op for op in others if op.name == name and _is_of_nothing(op)]
+    return any(str(result.type) == kind for op in alike for result in op.results)
+
+
+def _is_of_nothing(op: Any) -> bool:
+    return bool(op.name.startswith("linalg.")) and not any(map(_is_tensor, inputs_of(op)))
 
 
 def _copied(value: Any) -> Any:

@@ -164,6 +164,31 @@ def indexed(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> Any:
     )
 
 
+def sizes_for_tensors(x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Ops of tensors get sizes, and indices that were divided by some."""
+    places = torch.arange(x.shape[0] * 3)
+    return (
+        x.shape[0] - y,
+        torch.div(x.shape[0], 2, rounding_mode="trunc") * y,
+        x[places // 3 % x.size(0)],
+        places % x.shape[0],
+    )
+
+
+def permuted_back(x: torch.Tensor) -> Any:
+    """Sorting begins with the numbers from 0 on, which are written to another place, too."""
+    keys, places = torch.sort(x.reshape(-1))
+    back = torch.empty_like(places)
+    back[places] = torch.arange(places.size(0))
+    return keys, back
+
+
+def grouped_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    """The last size is a symbol that becomes a number where the product is formed."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(q, k, v, is_causal=True, enable_gqa=True)
+
+
 # sizes that no expression above makes 0 or 1: PyTorch compiles those apart
 SIZES = [(4, 3, 5), (7, 5, 6), (6, 8, 4), (8, 9, 3)]
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[int, int, int], tuple[Any, ...]]]] = {
@@ -173,6 +198,12 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[int, int, int], tuple[A
     "of size": (of_size, lambda a, b, c: (data(a, b),)),
     "across": (across, lambda a, b, c: (data(2 * a, b),)),
     "odd": (odd, lambda a, b, c: (data(2 * a + 1),)),
+    "sizes for tensors": (sizes_for_tensors, lambda a, b, c: (data(a, b), data(c))),
+    "permuted back": (permuted_back, lambda a, b, c: (data(a, b),)),
+    "grouped attention": (
+        grouped_attention,
+        lambda a, b, c: tuple(data(a, b, heads, 16).transpose(1, 2) for heads in (22, 11, 11)),
+    ),
     "a number": (lambda x, n: (x * n, torch.arange(n) + n), lambda a, b, c: (data(a, b), c)),
 }
 
@@ -185,6 +216,37 @@ def test_symbols_and_expressions_of_them(name: str, target: str, counts: Counter
         args = make(*sizes)
         assert_same(compiled(*args), function(*args))
     assert counts["graphs"] == 1
+
+
+@pytest.mark.parametrize("name", ["sizes for tensors", "permuted back", "grouped attention"])
+def test_nothing_of_it_is_refused(name: str) -> None:
+    function, make = FUNCTIONS[name]
+    options = {"fallback": "error"}
+    compiled = torch.compile(function, backend="npu_iree", dynamic=True, options=options)
+    for sizes in SIZES:
+        args = make(*sizes)
+        assert_same(compiled(*args), function(*args))
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "merged": lambda x: x.transpose(1, 2).reshape(x.shape[0] * 4, x.shape[1], 8),
+    "merged and split": lambda x: x.permute(0, 2, 3, 1).reshape(x.shape[0], 4, 2, 4, -1),
+    "expanded": lambda x: x[0].unsqueeze(0).expand(3, -1, -1, -1).flatten(2),
+    "sliced": lambda x: x[:, 1:].flatten(2),
+}
+
+
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["dense", "transposed"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_of_an_argument_is_the_same_view(name: str, is_transposed: bool) -> None:
+    function = VIEWS[name]
+    compiled = torch.compile(function, backend="npu_iree", dynamic=True)
+    for a, b, _ in SIZES:
+        x = data(b, a, 4, 8).transpose(0, 1) if is_transposed else data(a, b, 4, 8)
+        view, expected = compiled(x), function(x)
+        assert_same(view, expected)
+        assert view.stride() == expected.stride()
+        assert torch._C._is_alias_of(view, x) == torch._C._is_alias_of(expected, x)
 
 
 def test_the_larger_and_the_smaller_of_two_sizes() -> None:
