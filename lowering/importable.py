@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +19,12 @@ _OPS_OF_SIZES = {
     torch.sym_max: torch.ops.prim.max.int,
     torch.sym_min: torch.ops.prim.min.int,
 }
+# What torch-mlir does not take, though the device's sort keeps the order of equal elements, and
+# what is not to be sorted may be: op -> the one that it takes, and its arguments by name.
+_SORTED: Mapping[Any, tuple[Any, Mapping[str, Any]]] = {
+    aten.sort.stable: (aten.sort.default, {}),
+    aten.topk.default: (aten.topk.default, {"sorted": True}),
+}
 _DTYPES = {
     (bool, torch.SymBool): torch.bool,
     (int, torch.SymInt): torch.int64,
@@ -28,30 +33,62 @@ _DTYPES = {
 
 
 def make_importable(graph: fx.Graph) -> None:
-    """Rewrite what a region does with dynamic sizes, in place.
+    """Rewrite a region's graph, in place.
 
     Views that merge dynamic dimensions collapse them first: torch-mlir lowers such a view as if one
     of them were 1. It is so in a region alone, where all values are dense: elsewhere
     `prims.collapse` is a copy where `aten.view` is none. Sizes taken for tensors become tensors.
+    Several indices become one: torch-mlir reads by no two that may have to be broadcast.
+    Sorts are those that it takes.
 
     Before: %1 = aten.view(%0, [s0*s1, 8, 8])                      with %0 of [s0, s1, 64]
             %2 = aten.sub.Tensor(%s0, %1)
     After:  %1 = prims.collapse(%0, 0, 1); %2 = aten.view(%1, [s0*s1, 8, 8])
             %3 = aten.scalar_tensor(%s0, dtype=torch.int64); %4 = aten.sub.Tensor(%3, %2)
 
+    Before: %1 = aten.index.Tensor(%0, [%i, %j])                   with %0 of [s0, s1, 64]
+    After:  %1 = aten.add.Tensor(aten.mul.Scalar(%i, %s1), %j)     %i and %j being counted from 0
+            %2 = aten.index.Tensor(prims.collapse(%0, 0, 1), [%1])
+
     Args:
         graph: every node carries its fake value.
     """
     for node in list(graph.nodes):
         node.target = _OPS_OF_SIZES.get(node.target, node.target)
+        writer = _Writer(graph, node)
         with graph.inserting_before(node):
             if isinstance(node.target, torch._ops.OpOverload):
-                _make_tensors(graph, node)
+                _make_tensors(writer, node)
             if node.target is aten.view.default:
-                _collapse_merged(graph, node)
+                _collapse_merged(writer, node)
+            elif node.target in _SORTED:
+                _sort(node)
+            elif node.target is aten.index.Tensor and _reads_by_several(node):
+                _read_by_one(writer, node)
 
 
-def _make_tensors(graph: fx.Graph, node: fx.Node) -> None:
+class _Writer:
+    """Writes nodes in the place of one, with fake values as those of their arguments make them."""
+
+    def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
+        self._graph = graph
+        self._origin = origin_of(node.meta)
+
+    def call(self, target: Any, *args: Any, value: Any = None, **kwargs: Any) -> fx.Node:
+        """Write a call, of which its fake value may be known."""
+        if value is None:
+            value = target(*fx.map_arg(args, _value), **kwargs)
+        node = self._graph.call_function(target, args, kwargs)
+        node.meta = {**self._origin, "val": value}
+        return node
+
+    def size(self, source: fx.Node, dim: int) -> Any:
+        """Give a size of a tensor: a number, or what reads it."""
+        size = source.meta["val"].shape[dim]
+        return size if isinstance(size, int) else self.call(aten.sym_size.int, source, dim)
+
+
+def _make_tensors(writer: _Writer, node: fx.Node) -> None:
     """Make tensors of the numbers that an op takes for tensors, if a size is one of them."""
     taken = zip(node.args, node.target._schema.arguments, strict=False)  # type: ignore[union-attr]
     numbers = {
@@ -63,9 +100,8 @@ def _make_tensors(graph: fx.Graph, node: fx.Node) -> None:
         return
     for i, number in numbers.items():
         dtype = next(dtype for kinds, dtype in _DTYPES.items() if isinstance(number, kinds))
-        made = graph.call_function(aten.scalar_tensor.default, (node.args[i],), {"dtype": dtype})
         value = node.meta["val"].new_empty((), dtype=dtype)
-        made.meta = {**origin_of(node.meta), "val": value}
+        made = writer.call(aten.scalar_tensor.default, node.args[i], dtype=dtype, value=value)
         node.update_arg(i, made)
 
 
@@ -73,27 +109,56 @@ def _value(argument: Any) -> Any:
     return argument.meta["val"] if isinstance(argument, fx.Node) else argument
 
 
-def _collapse_merged(graph: fx.Graph, view: fx.Node) -> None:
+def _sort(node: fx.Node) -> None:
+    target, fixed = _SORTED[node.target]
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs, **fixed}
+    node.target, node.kwargs = target, {}
+    node.args = tuple(
+        given.get(argument.name, argument.default_value) for argument in target._schema.arguments
+    )
+
+
+def _reads_by_several(node: fx.Node) -> bool:
+    """Say whether indices may have to be broadcast to sizes that are not known, or are of kinds."""
+    values = [_value(index) for index in node.args[1] if index is not None]  # type: ignore[union-attr]
+    if len(values) < 2 or any(value.dtype in (torch.bool, torch.uint8) for value in values):
+        return False
+    return not is_static(*values) or len({value.dtype for value in values}) > 1
+
+
+def _read_by_one(writer: _Writer, node: fx.Node) -> None:
+    source, indices = node.args
+    places = [dim for dim, index in enumerate(indices) if index is not None]  # type: ignore[arg-type]
+    first, count = places[0], len(places)
+    if places[-1] != first + count - 1:  # their dimensions are the first of the result, too
+        others = [dim for dim in range(_value(source).dim()) if dim not in places]
+        source, first = writer.call(aten.permute.default, source, [*places, *others]), 0
+    place: Any = None
+    for dim, index in enumerate([indices[i] for i in places], start=first):  # type: ignore[index]
+        size = writer.size(source, dim)  # type: ignore[arg-type]
+        wide = writer.call(torch.ops.prims.convert_element_type.default, index, torch.int64)
+        is_counted_back = writer.call(aten.lt.Scalar, wide, 0)
+        counted = writer.call(aten.add.Scalar, wide, size)
+        counted = writer.call(aten.where.self, is_counted_back, counted, wide)
+        rows = writer.call(aten.mul.Scalar, place, size) if place is not None else None
+        place = counted if rows is None else writer.call(aten.add.Tensor, rows, counted)
+    merged = writer.call(torch.ops.prims.collapse.default, source, first, first + count - 1)
+    node.args = (merged, [*[None] * first, place])
+
+
+def _collapse_merged(writer: _Writer, view: fx.Node) -> None:
     source = view.all_input_nodes[0]
     old, new = source.meta["val"], view.meta["val"]
     groups = None if is_static(old, new) else shared_factors(old.shape, new.shape)
     for axis, (count, _) in enumerate(groups or ()):
         if count > 1:
-            source = _collapsed(graph, view, source, axis, axis + count - 1)
+            source = writer.call(torch.ops.prims.collapse.default, source, axis, axis + count - 1)
     if groups is not None and all(len(sizes) == 1 for _, sizes in groups):
         view.replace_all_uses_with(source)
-        graph.erase_node(view)
+        view.graph.erase_node(view)
     else:
         view.update_arg(0, source)
-
-
-def _collapsed(graph: fx.Graph, view: fx.Node, source: fx.Node, start: int, end: int) -> fx.Node:
-    value = source.meta["val"]
-    shape = [*value.shape]
-    shape[start : end + 1] = [math.prod(shape[start : end + 1])]
-    node = graph.call_function(torch.ops.prims.collapse.default, (source, start, end))
-    node.meta = {**origin_of(view.meta), "val": value.new_empty(shape)}
-    return node
 
 
 def shared_factors(old: Sequence[Size], new: Sequence[Size]) -> list[tuple[int, list[Size]]] | None:

@@ -120,7 +120,7 @@ def _of_places(node: fx.Node) -> Interval | None:
         return None
     shape, (at, default) = source.args[0].meta["val"].shape, _DIMS.get(name, (1, None))
     dim = source.kwargs.get("dim", source.args[at] if len(source.args) > at else default)
-    size = shape.numel() if dim is None else shape[dim] if shape else 1
+    size = math.prod(shape) if dim is None else shape[dim] if shape else 1
     return (0, size - 1) if isinstance(size, int) and size else None
 
 

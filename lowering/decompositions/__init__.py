@@ -26,6 +26,7 @@ from lowering.decompositions import (
     pooling,
     powers,
     rnn,
+    scans,
     scatters,
     weight_norm,
 )
@@ -117,6 +118,7 @@ def _default_table() -> dict[OpOverload, Callable[..., Any]]:
         **powers.DECOMPOSITIONS,
         **randomness.DECOMPOSITIONS,
         **rnn.DECOMPOSITIONS,
+        **scans.DECOMPOSITIONS,
         **scatters.DECOMPOSITIONS,
         **weight_norm.DECOMPOSITIONS,
     }

@@ -34,6 +34,7 @@ ALONG_A_DIMENSION: dict[torch._ops.OpOverload, int] = {
     aten.scatter_add.default: 0,
     aten.scatter_reduce.two: 0,
     aten.sort.default: 0,
+    aten.sort.stable: 0,
     aten.topk.default: 0,
 }
 

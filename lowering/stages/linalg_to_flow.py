@@ -14,6 +14,7 @@ from lowering.stages.dispatch_work import made_by, walk
 from lowering.stages.index_inside import index_inside
 from lowering.stages.iree_session import CHANNELS_LAST, DATA_TILING, IreeSession
 from lowering.stages.keep_arguments import keep_arguments
+from lowering.stages.keep_off_stack import keep_off_stack
 from lowering.stages.read_by_rows import mark_few_rows, read_by_rows
 from lowering.stages.read_in_panels import read_in_panels
 from lowering.stages.separate_packing import separate_packing
@@ -84,6 +85,7 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 sort_nans(function)
                 index_inside(function)
                 separate_writes(function)
+                keep_off_stack(function)
                 separate_reads(function)
                 separate_slices(function)
                 separate_scalars(function)

@@ -6,7 +6,7 @@ from typing import Any
 
 from lowering.stages.barrier import behind_barrier, size_of
 from lowering.stages.keep_arguments import only_reads
-from lowering.stages.structured import VIEWS, inputs_of, is_elementwise
+from lowering.stages.structured import VIEWS, inputs_of, is_elementwise, is_of_nothing, is_tensor
 from lowering.stages.templates import put
 
 # Each number goes through bits that the compiler does not know to be zeros: a copy that stays.
@@ -51,21 +51,15 @@ def separate_writes(function: Any) -> None:
         if not is_insert and not op.operation.name.startswith("tm_tensor."):
             continue
         for i, target in enumerate(list(op.operands)):
-            if not _is_tensor(target) or only_reads(op, i):
+            if not is_tensor(target) or only_reads(op, i):
                 continue
-            others = [o for k, o in enumerate(op.operands) if k != i and _is_tensor(o)]
+            others = [o for k, o in enumerate(op.operands) if k != i and is_tensor(o)]
             is_own = any(_root(other) == _root(target) for other in others)
             is_anywhere = not is_insert or not op.operation.results[0].type.has_static_shape
             is_read = _is_read_elsewhere(target, op) or _is_made_again(target, function)
             if is_own or (is_anywhere and is_read):
                 with op.operation.location, ir.InsertionPoint(op):
                     op.operation.operands[i] = _copied(target)
-
-
-def _is_tensor(value: Any) -> bool:
-    from iree.compiler import ir
-
-    return isinstance(value.type, ir.RankedTensorType) and ir.RankedTensorType(value.type).rank > 0
 
 
 def _root(value: Any) -> Any:
@@ -104,18 +98,14 @@ def _is_made_again(value: Any, function: Any) -> bool:
     from iree.compiler import ir
 
     made = _root(value)
-    if isinstance(made.owner, ir.Block) or not _is_of_nothing(made.owner):
+    if isinstance(made.owner, ir.Block) or not is_of_nothing(made.owner):
         return False
     if ir.RankedTensorType(made.type).has_static_shape:
         return False  # merged already
     name, kind = made.owner.name, str(made.type)
     others = [op.operation for op in function.regions[0].blocks[0].operations if op != made.owner]
-    alike = [op for op in others if op.name == name and _is_of_nothing(op)]
+    alike = [op for op in others if op.name == name and is_of_nothing(op)]
     return any(str(result.type) == kind for op in alike for result in op.results)
-
-
-def _is_of_nothing(op: Any) -> bool:
-    return bool(op.name.startswith("linalg.")) and not any(map(_is_tensor, inputs_of(op)))
 
 
 def _copied(value: Any) -> Any:

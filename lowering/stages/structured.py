@@ -15,6 +15,18 @@ def inputs_of(op: Any) -> list[Any]:
     return list(op.operands)[: len(op.operands) - len(op.results)]
 
 
+def is_tensor(value: Any) -> bool:
+    """Say whether a value is a tensor of one dimension or more."""
+    from iree.compiler import ir
+
+    return isinstance(value.type, ir.RankedTensorType) and ir.RankedTensorType(value.type).rank > 0
+
+
+def is_of_nothing(op: Any) -> bool:
+    """Say whether an op makes tensors of no other: one number everywhere, or 0, 1, 2, ..."""
+    return bool(op.name.startswith("linalg.")) and not any(map(is_tensor, inputs_of(op)))
+
+
 def is_elementwise(op: Any) -> bool:
     """Say whether an op computes each number of its result by itself."""
     if op.operation.name != "linalg.generic":

@@ -189,6 +189,36 @@ def grouped_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
     return attend(q, k, v, is_causal=True, enable_gqa=True)
 
 
+def scanned(x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Scans, sorts and scatters, where a part of what they read or make has no place in memory."""
+    grid = x[:, None, None, :, None] * y
+    places = torch.argsort(y, stable=True)
+    least = torch.zeros(5).scatter_reduce(0, places % 5, y, "amin", include_self=False)
+    pad = torch.nn.functional.pad
+    return (
+        grid.cumsum(-2),
+        grid.cumprod(0),
+        places,
+        least,
+        pad(x.cumsum(1), (1, 0)),
+        pad((x * 2).cumsum(1), (1, 0)),
+    )
+
+
+def read_by_several(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> Any:
+    """Indices that have to be broadcast, count from the end, and are of two kinds."""
+    (a, b), c = x.shape, z.shape[0]
+    rows, columns = torch.arange(a), torch.arange(-c, 0) % b - b
+    cube = x.unsqueeze(-1) * z
+    return (
+        x[rows[:, None], columns],
+        cube[rows % a, rows.int() % b],
+        cube[:, rows % b, rows % c],
+        cube[rows, :, rows % c],
+        cube[rows[:, None] - a, columns, (columns % c)[None]],
+    )
+
+
 # sizes that no expression above makes 0 or 1: PyTorch compiles those apart
 SIZES = [(4, 3, 5), (7, 5, 6), (6, 8, 4), (8, 9, 3)]
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[int, int, int], tuple[Any, ...]]]] = {
@@ -200,6 +230,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[int, int, int], tuple[A
     "odd": (odd, lambda a, b, c: (data(2 * a + 1),)),
     "sizes for tensors": (sizes_for_tensors, lambda a, b, c: (data(a, b), data(c))),
     "permuted back": (permuted_back, lambda a, b, c: (data(a, b),)),
+    "scanned": (scanned, lambda a, b, c: (data(a, b), data(c))),
+    "read by several": (read_by_several, lambda a, b, c: (data(a, b), data(c, a), data(c))),
     "grouped attention": (
         grouped_attention,
         lambda a, b, c: tuple(data(a, b, heads, 16).transpose(1, 2) for heads in (22, 11, 11)),
@@ -218,7 +250,7 @@ def test_symbols_and_expressions_of_them(name: str, target: str, counts: Counter
     assert counts["graphs"] == 1
 
 
-@pytest.mark.parametrize("name", ["sizes for tensors", "permuted back", "grouped attention"])
+@pytest.mark.parametrize("name", [*FUNCTIONS][-6:-1])
 def test_nothing_of_it_is_refused(name: str) -> None:
     function, make = FUNCTIONS[name]
     options = {"fallback": "error"}
