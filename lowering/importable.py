@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -9,8 +11,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from lowering.nodes import is_number, origin_of
-from lowering.sizes import is_static
+from lowering.nodes import is_number, is_scalar, origin_of
+from lowering.sizes import are_known, is_static
 
 aten = torch.ops.aten
 Size: TypeAlias = Any  # int or SymInt
@@ -25,6 +27,8 @@ _SORTED: Mapping[Any, tuple[Any, Mapping[str, Any]]] = {
     aten.sort.stable: (aten.sort.default, {}),
     aten.topk.default: (aten.topk.default, {"sorted": True}),
 }
+# Memory of any strides, which is dense in a region -> where among the arguments the sizes are.
+_EMPTY = {aten.empty_strided.default: 0, aten.new_empty_strided.default: 1}
 _DTYPES = {
     (bool, torch.SymBool): torch.bool,
     (int, torch.SymInt): torch.int64,
@@ -35,15 +39,16 @@ _DTYPES = {
 def make_importable(graph: fx.Graph) -> None:
     """Rewrite a region's graph, in place.
 
-    Views that merge dynamic dimensions collapse them first: torch-mlir lowers such a view as if one
-    of them were 1. It is so in a region alone, where all values are dense: elsewhere
-    `prims.collapse` is a copy where `aten.view` is none. Sizes taken for tensors become tensors.
+    Views of dynamic dimensions merge and split them one by one: torch-mlir guesses which belong
+    together, and lowers a view that merges two as if one of them were 1. It is so in a region
+    alone, where all values are dense: elsewhere `prims.collapse` is a copy, and `aten.view` none.
+    Sizes taken for tensors become tensors.
     Several indices become one: torch-mlir reads by no two that may have to be broadcast.
-    Sorts are those that it takes.
+    Remainders of sizes and sorts are made of what it takes.
 
     Before: %1 = aten.view(%0, [s0*s1, 8, 8])                      with %0 of [s0, s1, 64]
             %2 = aten.sub.Tensor(%s0, %1)
-    After:  %1 = prims.collapse(%0, 0, 1); %2 = aten.view(%1, [s0*s1, 8, 8])
+    After:  %1 = prims.collapse(%0, 0, 1); %2 = aten.unflatten.int(%1, 1, [8, 8])
             %3 = aten.scalar_tensor(%s0, dtype=torch.int64); %4 = aten.sub.Tensor(%3, %2)
 
     Before: %1 = aten.index.Tensor(%0, [%i, %j])                   with %0 of [s0, s1, 64]
@@ -60,9 +65,15 @@ def make_importable(graph: fx.Graph) -> None:
             if isinstance(node.target, torch._ops.OpOverload):
                 _make_tensors(writer, node)
             if node.target is aten.view.default:
-                _collapse_merged(writer, node)
+                _merge_and_split(writer, node)
+            elif node.target is operator.mod and is_scalar(node):
+                _take_remainder(writer, node)
             elif node.target in _SORTED:
                 _sort(node)
+            elif node.target in _EMPTY:
+                sizes = node.args[_EMPTY[node.target]]
+                node.args, node.kwargs = (sizes,), {"dtype": node.meta["val"].dtype}
+                node.target = aten.empty.memory_format
             elif node.target is aten.index.Tensor and _reads_by_several(node):
                 _read_by_one(writer, node)
 
@@ -82,6 +93,11 @@ class _Writer:
         node.meta = {**self._origin, "val": value}
         return node
 
+    def number(self, number: Any, dtype: torch.dtype, like: torch.Tensor) -> fx.Node:
+        """Write a tensor of one number, on the device of another."""
+        value = like.new_empty((), dtype=dtype)
+        return self.call(aten.scalar_tensor.default, number, dtype=dtype, value=value)
+
     def size(self, source: fx.Node, dim: int) -> Any:
         """Give a size of a tensor: a number, or what reads it."""
         size = source.meta["val"].shape[dim]
@@ -89,24 +105,40 @@ class _Writer:
 
 
 def _make_tensors(writer: _Writer, node: fx.Node) -> None:
-    """Make tensors of the numbers that an op takes for tensors, if a size is one of them."""
+    """Make tensors of the numbers that an op takes for tensors, if it does not take those.
+
+    torch-mlir takes numbers that are known, but none with complex tensors.
+    """
     taken = zip(node.args, node.target._schema.arguments, strict=False)  # type: ignore[union-attr]
     numbers = {
         i: _value(argument)
         for i, (argument, declared) in enumerate(taken)
-        if isinstance(declared.type, torch.TensorType) and is_number(_value(argument))
+        if isinstance(declared.type, torch.TensorType)
+        and (is_number(_value(argument)) or isinstance(argument, complex))
     }
-    if all(isinstance(number, (bool, int, float)) for number in numbers.values()):
+    result = node.meta["val"]
+    is_complex = isinstance(result, torch.Tensor) and result.is_complex()
+    if not is_complex and all(isinstance(n, (bool, int, float)) for n in numbers.values()):
         return
     for i, number in numbers.items():
-        dtype = next(dtype for kinds, dtype in _DTYPES.items() if isinstance(number, kinds))
-        value = node.meta["val"].new_empty((), dtype=dtype)
-        made = writer.call(aten.scalar_tensor.default, node.args[i], dtype=dtype, value=value)
-        node.update_arg(i, made)
+        given: Any = node.args[i]
+        if is_complex:
+            parts = (given, 0.0) if isinstance(given, fx.Node) else (given.real, given.imag)
+            made = [writer.number(part, result.dtype.to_real(), result) for part in parts]
+            node.update_arg(i, writer.call(aten.complex.default, *made))
+        else:
+            dtype = next(dtype for kinds, dtype in _DTYPES.items() if isinstance(number, kinds))
+            node.update_arg(i, writer.number(given, dtype, result))
 
 
 def _value(argument: Any) -> Any:
     return argument.meta["val"] if isinstance(argument, fx.Node) else argument
+
+
+def _take_remainder(writer: _Writer, node: fx.Node) -> None:
+    number, divisor = node.args
+    whole = writer.call(operator.mul, writer.call(operator.floordiv, number, divisor), divisor)
+    node.target, node.args = operator.sub, (number, whole)
 
 
 def _sort(node: fx.Node) -> None:
@@ -147,18 +179,40 @@ def _read_by_one(writer: _Writer, node: fx.Node) -> None:
     node.args = (merged, [*[None] * first, place])
 
 
-def _collapse_merged(writer: _Writer, view: fx.Node) -> None:
-    source = view.all_input_nodes[0]
-    old, new = source.meta["val"], view.meta["val"]
-    groups = None if is_static(old, new) else shared_factors(old.shape, new.shape)
-    for axis, (count, _) in enumerate(groups or ()):
+def _merge_and_split(writer: _Writer, view: fx.Node) -> None:
+    source, sizes = view.args
+    old, new = _value(source).shape, _value(view).shape
+    if are_known([*old, *new]) or not old or not new:
+        return
+    groups = shared_factors(old, new) or [(len(old), list(new))]
+    for axis, (count, _) in enumerate(groups):
         if count > 1:
             source = writer.call(torch.ops.prims.collapse.default, source, axis, axis + count - 1)
-    if groups is not None and all(len(sizes) == 1 for _, sizes in groups):
-        view.replace_all_uses_with(source)
-        view.graph.erase_node(view)
-    else:
-        view.update_arg(0, source)
+    ends = list(itertools.accumulate(len(of_group) for _, of_group in groups))
+    for axis, (_, of_group) in reversed([*enumerate(groups)]):
+        if len(of_group) > 1:
+            own = sizes[ends[axis] - len(of_group) : ends[axis]]  # type: ignore[index]
+            known = _written_down(writer, source, axis, own)
+            source = writer.call(aten.unflatten.int, source, axis, known)
+    view.replace_all_uses_with(source)  # type: ignore[arg-type]
+    view.graph.erase_node(view)
+
+
+def _written_down(writer: _Writer, source: Any, axis: int, sizes: Any) -> list[Any]:
+    """Write down the size that a view leaves open: what the others of its group divide."""
+    if -1 not in sizes:
+        return list(sizes)
+    place = sizes.index(-1)
+    left = writer.size(source, axis)
+    for other in (*sizes[:place], *sizes[place + 1 :]):
+        left = _divided(writer, left, other)
+    return [*sizes[:place], left, *sizes[place + 1 :]]
+
+
+def _divided(writer: _Writer, number: Any, divisor: Any) -> Any:
+    if isinstance(number, int) and isinstance(divisor, int):
+        return number // divisor
+    return writer.call(operator.floordiv, number, divisor)
 
 
 def shared_factors(old: Sequence[Size], new: Sequence[Size]) -> list[tuple[int, list[Size]]] | None:

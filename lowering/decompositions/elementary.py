@@ -194,6 +194,11 @@ def angle(x: torch.Tensor) -> Any:
     return torch.where(number != number, number, turned)  # asks for NaN
 
 
+def polar(size: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+    """Decompose `aten.polar`."""
+    return torch.complex(size * torch.cos(angle), size * torch.sin(angle))
+
+
 def _is_negative(x: torch.Tensor) -> torch.Tensor:
     """Say whether a number, which is not NaN, has the sign, -0.0 too."""
     return (x < 0) | ((x == 0) & (1 / x < 0))
@@ -228,6 +233,7 @@ DECOMPOSITIONS = {
     aten.log1p.default: log1p,
     aten.logaddexp.default: logaddexp,
     aten.logaddexp2.default: logaddexp2,
+    aten.polar.default: polar,
     aten.sin.default: _of_less_than_a_turn(torch.sin),
     aten.sinh.default: sinh,
 }
