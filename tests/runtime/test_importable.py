@@ -1,0 +1,63 @@
+"""Ops that torch-mlir refuses, or lowers wrongly, in the form in which they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tolerances import assert_same
+
+pytestmark = pytest.mark.usefixtures("shared_cache")
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(5, 6, generator=GENERATOR)
+TIES = torch.randint(0, 4, (40, 3), generator=GENERATOR)
+
+
+def scaled(x: torch.Tensor) -> Any:
+    """A complex tensor and numbers, as rotary embeddings have them."""
+    turned = torch.polar(torch.ones_like(x), x)
+    return torch.view_as_real(turned * 1.5), torch.view_as_real((2 - 1j) * turned)
+
+
+def written_by_steps(x: torch.Tensor) -> Any:
+    """What is written into is not dense in the order of its dimensions."""
+    result, state = x.t().contiguous().t().clone(), x.new_zeros(x.shape[0])
+    for i in range(x.shape[1]):
+        state = state * 0.5 + x[:, i]
+        result[:, i] = state
+    return result @ result.mT
+
+
+FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
+    "stable sort": (lambda x: torch.sort(x, stable=True, dim=0), TIES),
+    "stable sort, descending": (lambda x: x.sort(dim=0, stable=True, descending=True), TIES),
+    "stable sort of a number": (lambda x: torch.sort(x.sum(), stable=True), X),
+    "largest, in any order": (lambda x: x.topk(4, sorted=False)[0].sum(-1), X),
+    "indices of two kinds": (lambda x: x[torch.arange(-3, 0)[:, None], torch.arange(4).int()], X),
+    "complex": (scaled, X),
+    "steps": (written_by_steps, X),
+}
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_nothing_runs_on_the_host(name: str, is_dynamic: bool) -> None:
+    function, x = FUNCTIONS[name]
+    options = {"fallback": "error"}
+    compiled = torch.compile(function, backend="npu_iree", dynamic=is_dynamic, options=options)
+    for argument in (x, x[1:]):
+        assert_same(compiled(argument), function(argument))
+
+
+def test_the_gradient_of_what_is_written_by_steps() -> None:
+    options = {"fallback": "error"}
+    compiled = torch.compile(written_by_steps, backend="npu_iree", options=options)
+    gradients = []
+    for call in (compiled, written_by_steps):
+        x = X.clone().requires_grad_()
+        call(x).square().sum().backward()
+        gradients.append(x.grad)
+    assert_same(*gradients)
