@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -28,7 +28,7 @@ _SORTED: Mapping[Any, tuple[Any, Mapping[str, Any]]] = {
     aten.topk.default: (aten.topk.default, {"sorted": True}),
 }
 # Memory of any strides, which is dense in a region -> where among the arguments the sizes are.
-_EMPTY = {aten.empty_strided.default: 0, aten.new_empty_strided.default: 1}
+_EMPTY: Mapping[Any, int] = {aten.empty_strided.default: 0, aten.new_empty_strided.default: 1}
 _DTYPES = {
     (bool, torch.SymBool): torch.bool,
     (int, torch.SymInt): torch.int64,
@@ -42,9 +42,8 @@ def make_importable(graph: fx.Graph) -> None:
     Views of dynamic dimensions merge and split them one by one: torch-mlir guesses which belong
     together, and lowers a view that merges two as if one of them were 1. It is so in a region
     alone, where all values are dense: elsewhere `prims.collapse` is a copy, and `aten.view` none.
-    Sizes taken for tensors become tensors.
-    Several indices become one: torch-mlir reads by no two that may have to be broadcast.
-    Remainders of sizes and sorts are made of what it takes.
+    Sizes taken for tensors become tensors, and several indices one: torch-mlir reads by no two that
+    may have to be broadcast. Remainders of sizes and sorts are made of what it takes.
 
     Before: %1 = aten.view(%0, [s0*s1, 8, 8])                      with %0 of [s0, s1, 64]
             %2 = aten.sub.Tensor(%s0, %1)
@@ -64,18 +63,8 @@ def make_importable(graph: fx.Graph) -> None:
         with graph.inserting_before(node):
             if isinstance(node.target, torch._ops.OpOverload):
                 _make_tensors(writer, node)
-            if node.target is aten.view.default:
-                _merge_and_split(writer, node)
-            elif node.target is operator.mod and is_scalar(node):
-                _take_remainder(writer, node)
-            elif node.target in _SORTED:
-                _sort(node)
-            elif node.target in _EMPTY:
-                sizes = node.args[_EMPTY[node.target]]
-                node.args, node.kwargs = (sizes,), {"dtype": node.meta["val"].dtype}
-                node.target = aten.empty.memory_format
-            elif node.target is aten.index.Tensor and _reads_by_several(node):
-                _read_by_one(writer, node)
+            if node.target in _RULES:
+                _RULES[node.target](writer, node)
 
 
 class _Writer:
@@ -136,12 +125,20 @@ def _value(argument: Any) -> Any:
 
 
 def _take_remainder(writer: _Writer, node: fx.Node) -> None:
+    if not is_scalar(node):
+        return
     number, divisor = node.args
     whole = writer.call(operator.mul, writer.call(operator.floordiv, number, divisor), divisor)
     node.target, node.args = operator.sub, (number, whole)
 
 
-def _sort(node: fx.Node) -> None:
+def _make_dense(_: _Writer, node: fx.Node) -> None:
+    sizes = node.args[_EMPTY[node.target]]
+    node.args, node.kwargs = (sizes,), {"dtype": node.meta["val"].dtype}
+    node.target = aten.empty.memory_format
+
+
+def _sort(_: _Writer, node: fx.Node) -> None:
     target, fixed = _SORTED[node.target]
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs, **fixed}
@@ -160,6 +157,8 @@ def _reads_by_several(node: fx.Node) -> bool:
 
 
 def _read_by_one(writer: _Writer, node: fx.Node) -> None:
+    if not _reads_by_several(node):
+        return
     source, indices = node.args
     places = [dim for dim, index in enumerate(indices) if index is not None]  # type: ignore[arg-type]
     first, count = places[0], len(places)
@@ -213,6 +212,15 @@ def _divided(writer: _Writer, number: Any, divisor: Any) -> Any:
     if isinstance(number, int) and isinstance(divisor, int):
         return number // divisor
     return writer.call(operator.floordiv, number, divisor)
+
+
+_RULES: Mapping[Any, Callable[[_Writer, fx.Node], None]] = {
+    aten.index.Tensor: _read_by_one,
+    aten.view.default: _merge_and_split,
+    operator.mod: _take_remainder,
+    **dict.fromkeys(_EMPTY, _make_dense),
+    **dict.fromkeys(_SORTED, _sort),
+}
 
 
 def shared_factors(old: Sequence[Size], new: Sequence[Size]) -> list[tuple[int, list[Size]]] | None:

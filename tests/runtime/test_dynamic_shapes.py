@@ -172,7 +172,8 @@ def sizes_for_tensors(x: torch.Tensor, y: torch.Tensor) -> Any:
         torch.div(x.shape[0], 2, rounding_mode="trunc") * y,
         x[places // 3 % x.size(0)],
         places % x.shape[0],
-        torch.nn.functional.pad(x, (0, -x.shape[1] % 4)).view(x.shape[0], 2, -1, 2).mT * 2,
+        torch.ones(x.shape[1] % 4 + 2) * y[0],
+        torch.cat([x, x], 1).view(2, x.shape[0], -1) * 2,
     )
 
 
