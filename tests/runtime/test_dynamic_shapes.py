@@ -173,7 +173,7 @@ def sizes_for_tensors(x: torch.Tensor, y: torch.Tensor) -> Any:
         x[places // 3 % x.size(0)],
         places % x.shape[0],
         torch.ones(x.shape[1] % 4 + 2) * y[0],
-        torch.cat([x, x], 1).view(2, x.shape[0], -1) * 2,
+        torch.cat([x, x], 1).view(x.shape[0], 2, -1) * 2,
     )
 
 
