@@ -58,12 +58,15 @@ def remainder(x: Operand, y: Operand) -> Any:
 
 
 def fmod(x: torch.Tensor, y: Operand) -> Any:
-    """Decompose `aten.fmod` of floats: the remainder of the sizes, with the sign of the first."""
+    """Decompose `aten.fmod` of floats: the remainder of the sizes, with the sign of the first.
+
+    Of integers, what a number leaves is what a tensor of it leaves.
+    """
     if _may_overflow(x, y):
         with _OURS:
             return torch.fmod(x, _without_minus_one(y))
     if not _are_floats(x, y):
-        return _UNCHANGED
+        return _UNCHANGED if isinstance(y, torch.Tensor) else torch.fmod(*_promoted(x, y))
     x, y = _promoted(x, y)
     rest = torch.remainder(torch.abs(x), torch.abs(y))
     return torch.where(x < 0, -rest, rest)

@@ -1,4 +1,4 @@
-"""Keep IREE from fusing a slice whose rows have gaps into an op that reads it by index."""
+"""Keep IREE from fusing a slice into an op that reads it in a way that it cannot lower."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from lowering.stages.structured import RESHAPES
 
 
 def separate_slices(function: Any) -> None:
-    """Make a slice whose rows have gaps a copy, if something reads it by index.
+    """Make a slice a copy, if its rows have gaps and something reads it by index, or cut anywhere.
 
     IREE's code generator does not lower an element read at a computed place of such a slice
     ("LLVM Translation failed for operation: builtin.unrealized_conversion_cast"): `x[:, ::2]` or
-    `x[..., 0]`, flipped, gathered or indexed.
+    `x[..., 0]`, flipped, gathered or indexed. Nor does it distribute a program with a reduction in
+    which a slice from a computed place on is reshaped ("write affecting operations on global
+    resources are restricted to workgroup distributed contexts"): the mask of a text at its norm.
 
     Before: %0 = tensor.extract_slice %x[0, 0] [8, 8] [1, 2]
             %1 = linalg.generic {%e = tensor.extract %0[%i, %j]}
@@ -22,7 +24,9 @@ def separate_slices(function: Any) -> None:
     from iree.compiler import ir
 
     for op in list(function.regions[0].blocks[0].operations):
-        if op.operation.name == "tensor.extract_slice" and _has_gaps(op) and _is_indexed(op.result):
+        if op.operation.name != "tensor.extract_slice":
+            continue
+        if (_has_gaps(op) and _is_indexed(op.result)) or _is_cut_anywhere(op):
             uses = [(use.owner, use.operand_number) for use in op.result.uses]
             with op.location, ir.InsertionPoint.after(op):
                 copy = behind_barrier(op.result)
@@ -38,6 +42,15 @@ def _has_gaps(piece: Any) -> bool:
         return True
     inner = max((d for d, size in enumerate(shape) if size != 1), default=len(shape))
     return strides[inner : inner + 1] not in ([], [1]) or any(n != 1 for n in source[inner + 1 :])
+
+
+def _is_cut_anywhere(piece: Any) -> bool:
+    """Say whether a slice begins at a computed place, and is reshaped."""
+    from iree.compiler import ir
+
+    users = {use.owner.operation.name for use in piece.result.uses}
+    dynamic = ir.ShapedType.get_dynamic_stride_or_offset()
+    return dynamic in list(piece.attributes["static_offsets"]) and bool(users & RESHAPES)
 
 
 def _is_indexed(value: Any) -> bool:
