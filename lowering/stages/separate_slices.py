@@ -13,9 +13,9 @@ def separate_slices(function: Any) -> None:
 
     IREE's code generator does not lower an element read at a computed place of such a slice
     ("LLVM Translation failed for operation: builtin.unrealized_conversion_cast"): `x[:, ::2]` or
-    `x[..., 0]`, flipped, gathered or indexed. Nor does it distribute a program with a reduction in
-    which a slice from a computed place on is reshaped ("write affecting operations on global
-    resources are restricted to workgroup distributed contexts"): the mask of a text at its norm.
+    `x[..., 0]`, flipped, gathered or indexed. Nor does it distribute a program that merges the
+    dimensions of rows cut at a computed place ("write affecting operations on global resources are
+    restricted to workgroup distributed contexts"): `x[:, 1:] - x[:, :-1]` of any length.
 
     Before: %0 = tensor.extract_slice %x[0, 0] [8, 8] [1, 2]
             %1 = linalg.generic {%e = tensor.extract %0[%i, %j]}
@@ -45,12 +45,15 @@ def _has_gaps(piece: Any) -> bool:
 
 
 def _is_cut_anywhere(piece: Any) -> bool:
-    """Say whether a slice begins at a computed place, and is reshaped."""
+    """Say whether rows are cut at a computed place, so that they have gaps that are not known."""
     from iree.compiler import ir
 
-    users = {use.owner.operation.name for use in piece.result.uses}
     dynamic = ir.ShapedType.get_dynamic_stride_or_offset()
-    return dynamic in list(piece.attributes["static_offsets"]) and bool(users & RESHAPES)
+    source, offsets = piece.operands[0].type.shape, list(piece.attributes["static_offsets"])
+    return any(
+        offset == dynamic and any(size != 1 for size in source[:dim])
+        for dim, offset in enumerate(offsets)
+    )
 
 
 def _is_indexed(value: Any) -> bool:

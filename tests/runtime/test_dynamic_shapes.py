@@ -207,6 +207,13 @@ def scanned(x: torch.Tensor, y: torch.Tensor) -> Any:
     )
 
 
+def cut_anywhere(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> Any:
+    """Rows that are cut at a computed place, beside others, and beside a norm."""
+    cube, mask = x.unsqueeze(-1) * z, (torch.cat([x, y.t()], 1) > 0)[:, -x.shape[1] :, None]
+    norm = cube * torch.rsqrt(cube.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return (norm * mask) @ z, (x[:, 1:] - x[:, :-1] != 1).cumsum(-1)
+
+
 def read_by_several(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> Any:
     """Indices that have to be broadcast, count from the end, and are of two kinds."""
     (a, b), c = x.shape, z.shape[0]
@@ -233,6 +240,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[int, int, int], tuple[A
     "sizes for tensors": (sizes_for_tensors, lambda a, b, c: (data(a, b), data(c))),
     "permuted back": (permuted_back, lambda a, b, c: (data(a, b),)),
     "scanned": (scanned, lambda a, b, c: (data(a, b), data(c))),
+    "cut anywhere": (cut_anywhere, lambda a, b, c: (data(a, b), data(c, a), data(c))),
     "read by several": (read_by_several, lambda a, b, c: (data(a, b), data(c, a), data(c))),
     "grouped attention": (
         grouped_attention,
@@ -252,7 +260,7 @@ def test_symbols_and_expressions_of_them(name: str, target: str, counts: Counter
     assert counts["graphs"] == 1
 
 
-@pytest.mark.parametrize("name", [*FUNCTIONS][-6:-1])
+@pytest.mark.parametrize("name", [*FUNCTIONS][-7:-1])
 def test_nothing_of_it_is_refused(name: str) -> None:
     function, make = FUNCTIONS[name]
     options = {"fallback": "error"}
