@@ -153,8 +153,9 @@ def _take(graph: fx.Graph, name: str, source: fx.Node) -> fx.Node:
 
 
 def _argument(node: fx.Node, values: Mapping[fx.Node, fx.Node]) -> fx.node.Argument:
-    value = settled(node.meta.get("val"))
-    return value if isinstance(value, int) else values[node]
+    value = node.meta.get("val")
+    known = settled(value) if isinstance(value, torch.SymInt) else None
+    return known if isinstance(known, int) else values[node]
 
 
 def _settled(value: Any) -> Any:
@@ -165,13 +166,16 @@ def _settled(value: Any) -> Any:
         return settled(value)
     if is_static(value):
         return value
+    symbols = [s for s in (*value.shape, *value.stride()) if isinstance(s, torch.SymInt)]
+    if not any(isinstance(settled(symbol), int) for symbol in symbols):
+        return value
     return value.new_empty_strided(
         [settled(s) for s in value.shape], [settled(s) for s in value.stride()]
     )
 
 
 def _give(graph: fx.Graph, node: fx.Node, source: fx.Node) -> fx.Node:
-    value = source.meta["val"]
+    value = _settled(source.meta["val"])
     order = memory_order(value)
     if order == tuple(range(value.dim())):
         return node

@@ -1,4 +1,4 @@
-"""Views that are none of what they are of, and splits of dynamic sizes."""
+"""Views of tensors that have no such view, and splits of dynamic sizes."""
 
 from __future__ import annotations
 
