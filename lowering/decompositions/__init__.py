@@ -75,7 +75,6 @@ KEPT_OPS = frozenset(
         "aten.norm",
         "aten.one_hot",
         "aten.rms_norm",
-        "aten.roll",
     }
 )
 

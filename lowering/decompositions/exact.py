@@ -134,6 +134,27 @@ def pad(x: torch.Tensor, amounts: Sequence[int], value: Number = 0) -> Any:
     return aten.constant_pad_nd.default(x, added, value) if any(added) else torch.clone(x)
 
 
+def roll(x: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> torch.Tensor:
+    """Decompose `aten.roll`: torch-mlir takes no shift for more than there is along a dimension.
+
+    Before: %1 = aten.roll(%0, [7], [1])                       with %0 of [4, 5]
+    After:  %1 = cat([slice(%0, 1, 3, 5), slice(%0, 1, 0, 3)], 1)
+    """
+    if not dims:
+        return roll(x.reshape(-1), shifts, [0]).view(x.shape)
+    result = torch.clone(x)
+    for shift, dim in zip(shifts, dims, strict=True):
+        size = x.shape[dim] if x.dim() else 1
+        if isinstance(size, int) and size < 2:
+            continue
+        kept = size - shift % size
+        last, first = (
+            aten.slice.Tensor(result, dim, start, end) for start, end in ((kept, size), (0, kept))
+        )
+        result = torch.cat([last, first], dim)
+    return result
+
+
 def eq(x: torch.Tensor, y: torch.Tensor) -> Any:
     """Decompose `x == x`, which torch-mlir folds to true: it is how one asks for NaN."""
     return torch.logical_not(x != y) if x is y else _UNCHANGED
@@ -235,6 +256,7 @@ DECOMPOSITIONS = {
     aten.min.dim: min_dim,
     aten.minimum.default: minimum,
     aten.neg.default: neg,
+    aten.roll.default: roll,
     aten.scatter_reduce.two: scatter_mean,
     aten.sum.default: total,
     aten.sum.dim_IntList: total_dim,

@@ -38,6 +38,7 @@ FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
     "largest, in any order": (lambda x: x.topk(4, sorted=False)[0].sum(-1), X),
     "indices of two kinds": (lambda x: x[torch.arange(-3, 0)[:, None], torch.arange(4).int()], X),
     "complex": (scaled, X),
+    "rolled": (lambda x: (x.roll((7, -9), (1, 0)), x.roll(40), x.roll((1, 6), (0, 0))), X),
     "steps": (written_by_steps, X),
 }
 
