@@ -17,7 +17,7 @@ from lowering.sizes import are_known, is_static
 aten = torch.ops.aten
 Size: TypeAlias = Any  # int or SymInt
 # Arithmetic on sizes that torch-mlir imports as an op, but not as the function that Dynamo traces.
-_OPS_OF_SIZES = {
+_OPS_OF_SIZES: Mapping[Any, Any] = {
     torch.sym_max: torch.ops.prim.max.int,
     torch.sym_min: torch.ops.prim.min.int,
 }
@@ -58,7 +58,6 @@ def make_importable(graph: fx.Graph) -> None:
         graph: every node carries its fake value.
     """
     for node in list(graph.nodes):
-        node.target = _OPS_OF_SIZES.get(node.target, node.target)
         writer = _Writer(graph, node)
         with graph.inserting_before(node):
             if isinstance(node.target, torch._ops.OpOverload):
@@ -124,6 +123,10 @@ def _value(argument: Any) -> Any:
     return argument.meta["val"] if isinstance(argument, fx.Node) else argument
 
 
+def _import_as_op(_: _Writer, node: fx.Node) -> None:
+    node.target = _OPS_OF_SIZES[node.target]
+
+
 def _take_remainder(writer: _Writer, node: fx.Node) -> None:
     if not is_scalar(node):
         return
@@ -183,7 +186,7 @@ def _merge_and_split(writer: _Writer, view: fx.Node) -> None:
     old, new = _value(source).shape, _value(view).shape
     if are_known([*old, *new]) or not old or not new:
         return
-    groups = shared_factors(old, new) or [(len(old), list(new))]
+    groups = _shared_factors(old, new) or [(len(old), list(new))]
     for axis, (count, _) in enumerate(groups):
         if count > 1:
             source = writer.call(torch.ops.prims.collapse.default, source, axis, axis + count - 1)
@@ -219,19 +222,20 @@ _RULES: Mapping[Any, Callable[[_Writer, fx.Node], None]] = {
     aten.view.default: _merge_and_split,
     operator.mod: _take_remainder,
     **dict.fromkeys(_EMPTY, _make_dense),
+    **dict.fromkeys(_OPS_OF_SIZES, _import_as_op),
     **dict.fromkeys(_SORTED, _sort),
 }
 
 
-def shared_factors(old: Sequence[Size], new: Sequence[Size]) -> list[tuple[int, list[Size]]] | None:
+def _shared_factors(
+    old: Sequence[Size], new: Sequence[Size]
+) -> list[tuple[int, list[Size]]] | None:
     """Match dimensions of two shapes of one size: groups whose products are equal.
 
     Returns:
         For each group how many old dimensions it has, and its new sizes; None if the sizes do not
         say which belong together.
     """
-    if not old or not new:
-        return None
     groups: list[tuple[int, list[Size]]] = []
     olds, news = list(old), list(new)
     while olds and news:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -18,7 +17,7 @@ from lowering.importable import make_importable
 from lowering.nodes import origin_of
 from lowering.segments import Segment
 from lowering.signature import ScalarSpec, Signature, TensorSpec, inverse
-from lowering.sizes import is_static, settled, size_hint
+from lowering.sizes import settled, size_hint
 from lowering.source import SourceLine, user_line
 
 aten = torch.ops.aten
@@ -86,14 +85,7 @@ def extract_region(
     constants = [n for n in sources if n.op == "get_attr" and n not in bound]
     inputs = tuple(n for n in sources if n not in bound and n not in constants)
     parameters = tuple(n for n in sources if n in bound)
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    for i, node in enumerate((*inputs, *parameters)):
-        values[node] = _take(graph, f"a{i}", node)
-    for node in (*constants, *segment.nodes):
-        values[node] = graph.node_copy(node, lambda n: _argument(n, values))
-        values[node].meta = {**origin_of(node.meta), "val": _settled(node.meta["val"])}
-    graph.output([_give(graph, values[n], n) for n in outputs])
+    graph = _copied((*inputs, *parameters), (*constants, *segment.nodes), outputs)
     checks = keep_right(graph) if is_checked else ()
     make_importable(graph)
     owner = segment.nodes[0].graph.owning_module
@@ -139,9 +131,24 @@ def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:
     return natural
 
 
+def _copied(
+    taken: Sequence[fx.Node], nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> fx.Graph:
+    """Copy nodes into a graph that takes what crosses the boundary dense, and gives it so."""
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for i, node in enumerate(taken):
+        values[node] = _take(graph, f"a{i}", node)
+    for node in nodes:
+        values[node] = graph.node_copy(node, lambda n: _argument(n, values))
+        values[node].meta = {**origin_of(node.meta), "val": settled(node.meta["val"])}
+    graph.output([_give(graph, values[n], n) for n in outputs])
+    return graph
+
+
 def _take(graph: fx.Graph, name: str, source: fx.Node) -> fx.Node:
     placeholder = graph.placeholder(name)
-    value = _settled(source.meta["val"])
+    value = settled(source.meta["val"])
     placeholder.meta["val"] = value
     if not isinstance(value, torch.Tensor):
         return placeholder
@@ -158,24 +165,8 @@ def _argument(node: fx.Node, values: Mapping[fx.Node, fx.Node]) -> fx.node.Argum
     return known if isinstance(known, int) else values[node]
 
 
-def _settled(value: Any) -> Any:
-    """Give a fake value whose sizes are numbers where the graph has made them so since."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(_settled, value))
-    if not isinstance(value, torch.Tensor):
-        return settled(value)
-    if is_static(value):
-        return value
-    symbols = [s for s in (*value.shape, *value.stride()) if isinstance(s, torch.SymInt)]
-    if not any(isinstance(settled(symbol), int) for symbol in symbols):
-        return value
-    return value.new_empty_strided(
-        [settled(s) for s in value.shape], [settled(s) for s in value.stride()]
-    )
-
-
 def _give(graph: fx.Graph, node: fx.Node, source: fx.Node) -> fx.Node:
-    value = _settled(source.meta["val"])
+    value = settled(source.meta["val"])
     order = memory_order(value)
     if order == tuple(range(value.dim())):
         return node

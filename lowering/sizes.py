@@ -30,7 +30,17 @@ def size_hint(size: int | torch.SymInt) -> int:
     return int(size.node.hint) if size.node.has_hint() else 2
 
 
-def settled(size: Any) -> Any:
-    """Return the number that a symbolic size has become since it was captured, else the size."""
-    known = size.node.maybe_as_int() if isinstance(size, torch.SymInt) else None
-    return size if known is None else known
+def settled(value: Any) -> Any:
+    """Give a size, or a fake value, with numbers for the symbols that have become such since."""
+    if isinstance(value, torch.SymInt):
+        number = value.node.maybe_as_int()
+        return value if number is None else number
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(settled, value))
+    if not isinstance(value, torch.Tensor):
+        return value
+    layout = [*value.shape, *value.stride()]
+    known = [settled(size) for size in layout]
+    if [*map(type, known)] == [*map(type, layout)]:
+        return value
+    return value.new_empty_strided(known[: value.dim()], known[value.dim() :])

@@ -43,6 +43,17 @@ def behind_barrier(value: Any, *, stays: bool = False, after: Sequence[Any] = ()
     return tied.result
 
 
+def read_behind_barrier(value: Any) -> None:
+    """Put a barrier right behind what makes a value, for all that read it, if anything does."""
+    from iree.compiler import ir
+
+    uses = [(use.owner.operation, use.operand_number) for use in value.uses]
+    with value.owner.location, ir.InsertionPoint.after(value.owner):
+        barrier = behind_barrier(value)
+    for user, place in uses:
+        user.operands[place] = barrier
+
+
 def drop_barriers(module: Any) -> None:
     """Take the barriers out of a module whose dispatches are formed, but for those made to stay.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowering.stages.barrier import behind_barrier
+from lowering.stages.barrier import behind_barrier, read_behind_barrier
 from lowering.stages.structured import inputs_of, is_of_nothing
 
 _PUTS = frozenset({"tensor.concat", "tensor.insert_slice", "tensor.pad"})
@@ -23,24 +23,24 @@ def keep_off_stack(function: Any) -> None:
             %2:2 = tm_tensor.sort outs(%keys, %places); %c = util.optimization_barrier %2#0
             %d = util.optimization_barrier %2#1; return %1, tensor.pad %d
     """
-    from iree.compiler import ir
-
     ops = list(function.regions[0].blocks[0].operations)
     for op in (op.operation for op in ops if op.operation.name.startswith("tm_tensor.")):
-        with op.location:
-            for i, value in enumerate(inputs_of(op)):
-                is_made = not isinstance(value.owner, ir.Block) and is_of_nothing(value.owner)
-                if is_made and _is_dynamic(value):
-                    with ir.InsertionPoint(op):
-                        op.operands[i] = behind_barrier(value)
-            for result in op.results:
-                uses = [(use.owner.operation, use.operand_number) for use in result.uses]
-                is_left = not uses and len(op.results) > 1 and _is_dynamic(result)
-                if is_left or any(user.name in _PUTS for user, _ in uses):
-                    with ir.InsertionPoint.after(op):
-                        kept = behind_barrier(result)
-                    for user, place in uses:
-                        user.operands[place] = kept
+        _keep_read(op)
+        for result in op.results:
+            readers = {use.owner.operation.name for use in result.uses}
+            is_left = not readers and len(op.results) > 1 and _is_dynamic(result)
+            if is_left or readers & _PUTS:
+                read_behind_barrier(result)
+
+
+def _keep_read(op: Any) -> None:
+    from iree.compiler import ir
+
+    for i, value in enumerate(inputs_of(op)):
+        is_made = not isinstance(value.owner, ir.Block) and is_of_nothing(value.owner)
+        if is_made and _is_dynamic(value):
+            with op.location, ir.InsertionPoint(op):
+                op.operands[i] = behind_barrier(value)
 
 
 def _is_dynamic(value: Any) -> bool:

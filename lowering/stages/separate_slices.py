@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowering.stages.barrier import behind_barrier
+from lowering.stages.barrier import read_behind_barrier
 from lowering.stages.structured import RESHAPES
 
 
@@ -21,17 +21,11 @@ def separate_slices(function: Any) -> None:
             %1 = linalg.generic {%e = tensor.extract %0[%i, %j]}
     After:  the same with %b = util.optimization_barrier %0; %e = tensor.extract %b[%i, %j]
     """
-    from iree.compiler import ir
-
     for op in list(function.regions[0].blocks[0].operations):
         if op.operation.name != "tensor.extract_slice":
             continue
         if (_has_gaps(op) and _is_indexed(op.result)) or _is_cut_anywhere(op):
-            uses = [(use.owner, use.operand_number) for use in op.result.uses]
-            with op.location, ir.InsertionPoint.after(op):
-                copy = behind_barrier(op.result)
-            for user, i in uses:
-                user.operation.operands[i] = copy
+            read_behind_barrier(op.result)
 
 
 def _has_gaps(piece: Any) -> bool:
