@@ -169,6 +169,14 @@ def write_bundle(path: Path, origin: Origin, graphs: Sequence[BuiltGraph]) -> No
     Raises:
         ArtifactError: the file cannot be written.
     """
+    try:
+        write_atomically(path, bundle_bytes(origin, graphs))
+    except OSError as error:
+        raise ArtifactError(path, f"it cannot be written: {error}") from error
+
+
+def bundle_bytes(origin: Origin, graphs: Sequence[BuiltGraph]) -> bytes:
+    """Return the bytes of a bundle's file."""
     entries = {e.key.digest: e for graph in graphs for e in graph.entries.values()}
     members = {_graph_name(g.record.digest): g.text.encode() for g in graphs}
     members |= {_artifact_name(d): entry.to_bytes() for d, entry in sorted(entries.items())}
@@ -179,11 +187,7 @@ def write_bundle(path: Path, origin: Origin, graphs: Sequence[BuiltGraph]) -> No
         "artifacts": {digest: dict(entry.parts) for digest, entry in sorted(entries.items())},
         "files": {name: bytes_digest(data) for name, data in members.items()},
     }
-    first = {MANIFEST: json.dumps(manifest, indent=1).encode()}
-    try:
-        write_atomically(path, archive_bytes({**first, **members}))
-    except OSError as error:
-        raise ArtifactError(path, f"it cannot be written: {error}") from error
+    return archive_bytes({MANIFEST: json.dumps(manifest, indent=1).encode(), **members})
 
 
 def needed_features(graphs: Sequence[BuiltGraph]) -> tuple[str, ...]:

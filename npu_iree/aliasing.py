@@ -23,6 +23,10 @@ from npu_iree.torch_device.current import NAME, is_on_npu
 # where in the memory it begins (None where the graph takes that for a variable).
 Aliasing: TypeAlias = frozenset[tuple[int, int, int | None]]
 _NONE: Aliasing = frozenset()
+OTHER_ALIASES = (
+    "it writes to its arguments, and these overlap in another way than those that it was compiled "
+    "for (clone one of them, or call torch._dynamo.reset())"
+)
 
 
 class Aliases:
@@ -45,6 +49,11 @@ class Aliases:
         # their devices.
         self._place = _place if any(map(is_on_npu, tensors)) else storage_address
         self._expected = self._aliasing(tensors, [t.untyped_storage()._cdata for t in tensors])
+
+    @property
+    def are_shared(self) -> bool:
+        """Whether arguments of the first call overlap."""
+        return bool(self._expected)
 
     def are_as_compiled(self, args: Sequence[Any]) -> bool:
         """Say whether the arguments of a call overlap as the graph takes for granted."""

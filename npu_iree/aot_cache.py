@@ -13,7 +13,6 @@ import contextlib
 import functools
 import gc
 import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -36,18 +35,15 @@ from torch._inductor import codecache
 from torch._inductor.output_code import OutputCode
 from torch._library.utils import is_builtin
 from torch._ops import OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx._graph_pickler import GraphPickler
-from torch.fx._graph_pickler import Options as PickleOptions
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from lowering.digest import text_digest
+from lowering.graph_modules import graph_bytes, graph_from_bytes
 from lowering.key import compiler_build
 from npu_iree.options import Options
 from npu_iree.settings import Settings
 
 _Run = Callable[[list[Any]], list[Any]]
-_PICKLED = frozenset({"val", "stack_trace"})  # of what a node tells of itself
 _PYTORCHS = ("torch", "_operator", "math", "builtins")  # where functions are whose code we know
 # Who replaces an op of PyTorch's for one of these decides what is traced on the CPU.
 _DISPATCH_KEYS = frozenset(
@@ -97,7 +93,7 @@ class TracedGraph(OutputCode):
         """Take the graph out, as if AOTAutograd had just traced it; `trace` compiles it."""
         context = TracingContext.get()
         assert context.fake_mode is not None
-        self.graph_module = GraphPickler.loads(zlib.decompress(self.pickled), context.fake_mode)
+        self.graph_module = graph_from_bytes(self.pickled, context.fake_mode)
         context.fw_metadata = self.metadata
         _FOUND.get().append(self)
 
@@ -160,12 +156,10 @@ def _pickled(graph_module: fx.GraphModule, guards: int) -> bytes:
         guards: how many there were before it was traced.
     """
     values = [node.meta.get("val") for node in graph_module.graph.nodes]
-    options = PickleOptions(ops_filter=None, node_metadata_key_filter=_PICKLED.__contains__)
     try:
         if _count_guards() != guards or any(map(free_symbols, values)):
             return b""
-        with unset_fake_temporarily():
-            return zlib.compress(GraphPickler.dumps(graph_module, options), level=1)
+        return graph_bytes(graph_module)
     except Exception:  # pickling runs anybody's code
         return b""
 
@@ -227,7 +221,7 @@ def _can_be_kept(options: Options, graph_module: fx.GraphModule, inputs: Sequenc
     return (
         Settings.read().cache is not None
         and should_use_local_autograd_cache()
-        and not should_bundle_autograd_cache()  # PyTorch would have all that we compile
+        and not should_bundle_autograd_cache()  # PyTorch wants all that we compile, too
         and not options.decompositions
         and all(map(_is_plain, inputs))
         and len({value.untyped_storage()._cdata for value in inputs}) == len(inputs)

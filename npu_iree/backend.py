@@ -3,46 +3,34 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from lowering.capture import CapturedGraph, capture_aot
 from npu_iree import bundles
-from npu_iree.aliasing import Aliases
+from npu_iree.aliasing import OTHER_ALIASES, Aliases
 from npu_iree.aot import allow_second_backward, aot_backend, metadata, needs_no_wrapper
+from npu_iree.aot_graph import AotGraph
 from npu_iree.cause import Cause
-from npu_iree.device import open_device
 from npu_iree.donation import NOTHING, Donated, donated_inputs, refuse_what_lives_on
-from npu_iree.errors import NotCompiledError, NpuIreeError, OptionError
-from npu_iree.executable import Executable
+from npu_iree.errors import NpuIreeError, OptionError
 from npu_iree.frozen import can_freeze
 from npu_iree.options import Options
-from npu_iree.report import CompileReport, tell
+from npu_iree.precompiled import is_precompiling, precompiled
 from npu_iree.runner import Runner
-from npu_iree.toolchain import compiler_for
 from npu_iree.torch_device import graphs
 from npu_iree.torch_device.current import is_on_npu
 from npu_iree.versions import check_versions
 
 log = logging.getLogger(__name__)
-_GRAPH_NUMBERS = itertools.count()
 # What AOTAutograd says of an argument such as `x.expand(3, 4)` that the graph writes to in part: it
 # would write all of it. Eager writes to the part, or refuses, too, to write to all.
 _SHARED_MEMORY = "refers to a single memory location"
-_OTHER_ALIASES = (
-    "it writes to its arguments, and these overlap in another way than those that it was compiled "
-    "for (clone one of them, or call torch._dynamo.reset())"
-)
 
 
 def npu_iree(
@@ -93,7 +81,7 @@ def npu_iree(
     runner = source.inferred[-1] if source.inferred else None
     if runner is not None and needs_no_wrapper(runner.plan, graph_module, example_inputs):
         return runner
-    return _guarded(compiled, graph_module, example_inputs, parsed)
+    return compiled if is_precompiling() else _guarded(compiled, graph_module, source, parsed)
 
 
 def _elsewhere(inputs: Sequence[Any]) -> str:
@@ -104,29 +92,19 @@ def _elsewhere(inputs: Sequence[Any]) -> str:
 
 
 def _guarded(
-    compiled: Callable[..., Any],
-    graph_module: fx.GraphModule,
-    inputs: Sequence[Any],
-    options: Options,
+    compiled: Callable[..., Any], graph_module: fx.GraphModule, source: _Source, options: Options
 ) -> Callable[..., Any]:
-    """Run a graph in eager where its arguments share memory as it was not compiled for.
-
-    Only what writes to its arguments can tell.
-    """
-    found = metadata()
-    if found is None or not any(info.mutates_data for info in found.input_info):
+    """Run a graph in eager where its arguments share memory as it was not compiled for."""
+    aliases, warn = source.aliases(), functools.cache(log.warning)
+    if aliases is None:
         return compiled
-    nodes = graph_module.graph.find_nodes(op="placeholder")
-    values = [node.meta.get("example_value") for node in nodes]
-    free = [isinstance(v, torch.Tensor) and not isinstance(v.storage_offset(), int) for v in values]
-    aliases, warn = Aliases(inputs, free), functools.cache(log.warning)
 
     def run(*args: Any) -> Any:
         if aliases.are_as_compiled(args):
             return compiled(*args)
         if options.fallback == "error":
-            raise NpuIreeError(_OTHER_ALIASES)
-        warn("calls of a graph run in eager: %s", _OTHER_ALIASES)
+            raise NpuIreeError(OTHER_ALIASES)
+        warn("calls of a graph run in eager: %s", OTHER_ALIASES)
         return graph_module(*args)
 
     return run
@@ -142,6 +120,7 @@ class _Source:
 
     inputs: tuple[Any, ...]
     names: tuple[str, ...]
+    free_offsets: tuple[bool, ...]
     caller: bundles.Caller | None
     cause: Cause
     donated: Donated
@@ -149,65 +128,34 @@ class _Source:
 
     @classmethod
     def of(cls, graph_module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> _Source:
-        names = input_names(graph_module)
-        donated = donated_inputs(graph_module, inputs, options.donate)
-        return cls(tuple(inputs), names, bundles.caller(), Cause.now(), donated, [])
+        nodes = graph_module.graph.find_nodes(op="placeholder")
+        values = [node.meta.get("example_value") for node in nodes]
+        free = (
+            isinstance(v, torch.Tensor) and not isinstance(v.storage_offset(), int) for v in values
+        )
+        return cls(
+            inputs=tuple(inputs),
+            names=input_names(graph_module),
+            free_offsets=tuple(free),
+            caller=bundles.caller(),
+            cause=Cause.now(),
+            donated=donated_inputs(graph_module, inputs, options.donate),
+            inferred=[],
+        )
+
+    def aliases(self) -> Aliases | None:
+        """Return how the inputs share memory; None if the graph writes to none of them."""
+        found = metadata()
+        if found is None or not any(info.mutates_data for info in found.input_info):
+            return None
+        with unset_fake_temporarily():  # AOTAutograd asks inside its fake tensor mode
+            return Aliases(self.inputs, self.free_offsets)
 
 
 def input_names(graph_module: fx.GraphModule) -> tuple[str, ...]:
     """Return what the user would call the inputs of a graph of Dynamo's: `x`, `self_weight`."""
     nodes = graph_module.graph.find_nodes(op="placeholder")
     return tuple(n.name.removeprefix("l_").strip("_") for n in nodes)
-
-
-def compile_graph(
-    captured: CapturedGraph,
-    options: Options,
-    cause: Cause | None = None,
-    caller: bundles.Caller | None = None,
-) -> Runner:
-    """Plan a captured graph, compile its regions, and load them.
-
-    Args:
-        captured: the graph.
-        options: of the `torch.compile` call.
-        cause: why it is compiled, for the report.
-        caller: the `torch.compile` call, for `save_bundle`.
-
-    Raises:
-        UnsupportedOpError: `fallback="error"`, and the target cannot run some ops.
-        StageError: `fallback="error"`, and the compiler refused a region.
-        TargetError: the target's device cannot be opened here.
-        NotCompiledError: it would have to be compiled, and may not be.
-        WorkerStartError: there are no workers to compile in.
-    """
-    number, started = next(_GRAPH_NUMBERS), time.perf_counter()
-    counts: Counter[str] = Counter()
-    compiler = compiler_for(options, number, counts)
-    try:
-        compiled = compiler.compile(captured)
-    finally:
-        counters["npu_iree"].update(counts)
-    device = open_device(options.target_value)
-    executables = {
-        name: Executable(device, artifact) for name, artifact in compiled.artifacts.items()
-    }
-    constants = {node.name: tensor for node, tensor in captured.constants.items()}
-    report = CompileReport(
-        graph=number,
-        part=captured.kind,
-        target=options.target_value.name,
-        cause=cause or Cause.now(),
-        regions=len(compiled.plan.regions),
-        host_ops=len(compiled.plan.host_ops),
-        counts=dict(counts),
-        ms=round((time.perf_counter() - started) * 1e3),
-    )
-    tell(report, compiled.plan)
-    runner = Runner(compiled.plan, device, executables, constants)
-    if caller is not None and compiler.origin is not None:
-        bundles.remember(runner, caller, compiler.origin, compiled.built)
-    return runner
 
 
 def _compile_aot(
@@ -220,37 +168,25 @@ def _compile_aot(
 ) -> Callable[..., Any]:
     """Compile a graph of AOTAutograd's into what it calls: a list of arguments in, a list out."""
     is_same = kind == "inference" and len(source.inputs) == len(inputs)
-    weights = _bindable_weights(source.inputs) if is_same and options.bind_weights else ()
     donated = source.donated if kind != "backward" else NOTHING
     if kind == "forward":
         allow_second_backward()
     if donated.names:
         refuse_what_lives_on(donated, graph_module, kind)
-    views = graphs.prepare(graph_module)
-    captured = capture_aot(graph_module, weights, source.names if is_same else (), kind)
-    written, captured = captured.written, graphs.placed(captured)
-    captured = replace(captured, donated=frozenset(captured.inputs[i] for i in donated.names))
-    loaded: Runner | None = None
-    runner: Callable[[list[Any]], list[Any]]
-    with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
-        try:
-            loaded = compile_graph(captured, options, source.cause, source.caller)
-            runner, donated = loaded.run, donated.reused_by(loaded.plan)
-        except NotCompiledError as error:
-            if options.compile != "eager":
-                raise
-            log.warning("a graph runs on PyTorch's CPU kernels, as compile='eager' says: %s", error)
-            runner = captured.eager()
-    if captured.handles or captured.kept:
-        runner = graphs.HandleRunner(runner, captured, written, views, donated)
-    elif loaded is not None and kind == "inference":
-        source.inferred.append(loaded)
-
-    def run(args: list[Any]) -> list[Any]:
-        return list(runner(args))
-
-    run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    graph = AotGraph(
+        options=options,
+        kind=kind,
+        names=source.names if is_same else (),
+        weights=_bindable_weights(source.inputs) if is_same and options.bind_weights else (),
+        donated=donated,
+    )
+    if is_precompiling():
+        aliases = source.aliases() if kind != "backward" else None
+        return precompiled(graph, graph_module, source.cause, aliases)
+    loaded = graph.load(graph_module, source.cause, source.caller)
+    if loaded.runner is not None and not loaded.takes_handles and kind == "inference":
+        source.inferred.append(loaded.runner)
+    return loaded.run
 
 
 def _bindable_weights(inputs: Sequence[Any]) -> Sequence[int]:

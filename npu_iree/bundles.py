@@ -7,7 +7,7 @@ import inspect
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CellType
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._dynamo import eval_frame
 
-from lowering.bundle import BuiltGraph, Origin, needed_features, write_bundle
+from lowering.bundle import BuiltGraph, Origin, bundle_bytes, needed_features, write_bundle
 from npu_iree.compiled_call import wrapper_locals
 from npu_iree.errors import NpuIreeError
 
@@ -49,7 +49,7 @@ class Caller:
 
 @dataclass(frozen=True)
 class _Built:
-    caller: Caller
+    caller: Caller | None
     origin: Origin
     graph: BuiltGraph
 
@@ -59,7 +59,9 @@ _BUILT: weakref.WeakKeyDictionary[Callable[..., Any], _Built] = weakref.WeakKeyD
 _LOCK = threading.Lock()
 
 
-def remember(runner: Callable[..., Any], caller: Caller, origin: Origin, graph: BuiltGraph) -> None:
+def remember(
+    runner: Callable[..., Any], caller: Caller | None, origin: Origin, graph: BuiltGraph
+) -> None:
     """Keep what a graph was built from for as long as its runner lives."""
     with _LOCK:
         _BUILT[runner] = _Built(caller, origin, graph)
@@ -86,17 +88,27 @@ def save_bundle(compiled: Callable[..., Any], path: str | os.PathLike[str]) -> P
     asked = _caller_of(compiled)
     gc.collect()  # what Dynamo has dropped is gone then, and only then
     with _LOCK:
-        found = [built for built in _BUILT.values() if built.caller.shares_with(asked)]
+        found = [b for b in _BUILT.values() if b.caller is not None and b.caller.shares_with(asked)]
     if not found:
         raise NpuIreeError(
             "nothing was built for this in this process yet: call it first, as it will be called, "
             'and save it then. (It must be compiled with backend="npu_iree", and '
             "torch._dynamo.reset() forgets what was built.)"
         )
-    graphs = [built.graph for built in found]
-    origin = replace(found[0].origin, cpu_features=needed_features(graphs))
-    write_bundle(Path(path), origin, graphs)
+    write_bundle(Path(path), *_content(found))
     return Path(path)
+
+
+def built_bytes(runner: Callable[..., Any]) -> bytes:
+    """Return what one runner was built from, as the bytes of a bundle."""
+    with _LOCK:
+        built = _BUILT[runner]
+    return bundle_bytes(*_content([built]))
+
+
+def _content(found: Sequence[_Built]) -> tuple[Origin, Sequence[BuiltGraph]]:
+    graphs = [built.graph for built in found]
+    return replace(found[0].origin, cpu_features=needed_features(graphs)), graphs
 
 
 def caller() -> Caller | None:

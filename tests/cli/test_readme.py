@@ -24,6 +24,7 @@ def test_the_python_snippets_run_in_their_order(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "aten.median.default" in done.stdout
+    assert "refused" not in done.stderr
 
 
 COMMANDS = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]

@@ -140,7 +140,7 @@ def _done(command: str, name: str, file: str, more: Mapping[str, Any] | None = N
         "error": error,
         "counts": dict(counters["npu_iree"]),
         "compilers": [m for m in ("torch_mlir", "iree.compiler") if m in sys.modules],
-        "installed": [p for p in ("torch-mlir", "iree-base-compiler") if _is_installed(p)],
+        "installed": [p for p in ("torch-mlir", "iree-base-compiler") if is_installed(p)],
     }
 
 
@@ -149,7 +149,7 @@ def _away(actual: Any, expected: Any) -> float:
     return max(float((a - e).abs().max() / e.abs().max()) for a, e in pairs)
 
 
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     try:
         metadata.version(package)
     except metadata.PackageNotFoundError:

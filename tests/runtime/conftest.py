@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lowering.capture import capture_aot
 from lowering.decompositions import decomposition_table
-from npu_iree.backend import compile_graph
+from npu_iree.aot_graph import compile_graph
 from npu_iree.options import Options
 from npu_iree.runner import Runner
 

@@ -1,0 +1,160 @@
+"""A graph of AOTAutograd's: what it is compiled as, and what runs it."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from lowering.capture import CapturedGraph, capture_aot
+from npu_iree import bundles
+from npu_iree.cause import Cause
+from npu_iree.device import open_device
+from npu_iree.donation import NOTHING, Donated
+from npu_iree.errors import NotCompiledError
+from npu_iree.executable import Executable
+from npu_iree.options import Options
+from npu_iree.report import CompileReport, tell
+from npu_iree.runner import Runner
+from npu_iree.toolchain import compiler_for
+from npu_iree.torch_device import graphs
+
+log = logging.getLogger(__name__)
+_GRAPH_NUMBERS = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AotGraph:
+    """What a graph is compiled as.
+
+    Attributes:
+        options: of the `torch.compile` call.
+        kind: what AOTAutograd made it for: `inference`, `forward` (of training) or `backward`.
+        names: what the user would call its inputs; may be left out.
+        weights: positions of the inputs whose tensors keep their identity between calls.
+        donated: the inputs that a call gives away.
+    """
+
+    options: Options
+    kind: str
+    names: Sequence[str] = ()
+    weights: Sequence[int] = ()
+    donated: Donated = NOTHING
+
+    def load(
+        self,
+        graph_module: fx.GraphModule,
+        cause: Cause | None = None,
+        caller: bundles.Caller | None = None,
+    ) -> LoadedGraph:
+        """Compile the graph, which is changed, and load it.
+
+        Args:
+            graph_module: the graph.
+            cause: why it is compiled, for the report.
+            caller: the `torch.compile` call, for `save_bundle`.
+
+        Raises:
+            NotCompiledError: it would have to be compiled, and may not be.
+            NpuIreeError: all else that `compile_graph` raises.
+        """
+        views = graphs.prepare(graph_module)
+        captured = capture_aot(graph_module, self.weights, self.names, self.kind)
+        written, captured = captured.written, graphs.placed(captured)
+        donated = self.donated
+        captured = replace(captured, donated=frozenset(captured.inputs[i] for i in donated.names))
+        loaded: Runner | None = None
+        runner: Callable[[list[Any]], list[Any]]
+        with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
+            try:
+                loaded = compile_graph(captured, self.options, cause, caller)
+                runner, donated = loaded.run, donated.reused_by(loaded.plan)
+            except NotCompiledError as error:
+                if self.options.compile != "eager":
+                    raise
+                log.warning(
+                    "a graph runs on PyTorch's CPU kernels, as compile='eager' says: %s", error
+                )
+                runner = captured.eager()
+        takes_handles = bool(captured.handles or captured.kept)
+        if takes_handles:
+            runner = graphs.HandleRunner(runner, captured, written, views, donated)
+
+        def run(args: list[Any]) -> list[Any]:
+            return list(runner(args))
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return LoadedGraph(run, loaded, takes_handles)
+
+
+@dataclass(frozen=True)
+class LoadedGraph:
+    """What a graph has become.
+
+    Attributes:
+        run: what AOTAutograd calls: takes the arguments out of a list, returns a list of results.
+        runner: what runs it on the target; None if PyTorch's CPU kernels do.
+        takes_handles: whether arguments or results are on "npu", which `run` sees to.
+    """
+
+    run: Callable[[list[Any]], list[Any]]
+    runner: Runner | None
+    takes_handles: bool
+
+
+def compile_graph(
+    captured: CapturedGraph,
+    options: Options,
+    cause: Cause | None = None,
+    caller: bundles.Caller | None = None,
+) -> Runner:
+    """Plan a captured graph, compile its regions, and load them.
+
+    Args:
+        captured: the graph.
+        options: of the `torch.compile` call.
+        cause: why it is compiled, for the report.
+        caller: the `torch.compile` call, for `save_bundle`.
+
+    Raises:
+        UnsupportedOpError: `fallback="error"`, and the target cannot run some ops.
+        StageError: `fallback="error"`, and the compiler refused a region.
+        TargetError: the target's device cannot be opened here.
+        NotCompiledError: it would have to be compiled, and may not be.
+        WorkerStartError: there are no workers to compile in.
+    """
+    number, started = next(_GRAPH_NUMBERS), time.perf_counter()
+    counts: Counter[str] = Counter()
+    compiler = compiler_for(options, number, counts)
+    try:
+        compiled = compiler.compile(captured)
+    finally:
+        counters["npu_iree"].update(counts)
+    device = open_device(options.target_value)
+    executables = {
+        name: Executable(device, artifact) for name, artifact in compiled.artifacts.items()
+    }
+    constants = {node.name: tensor for node, tensor in captured.constants.items()}
+    report = CompileReport(
+        graph=number,
+        part=captured.kind,
+        target=options.target_value.name,
+        cause=cause or Cause.now(),
+        regions=len(compiled.plan.regions),
+        host_ops=len(compiled.plan.host_ops),
+        counts=dict(counts),
+        ms=round((time.perf_counter() - started) * 1e3),
+    )
+    tell(report, compiled.plan)
+    runner = Runner(compiled.plan, device, executables, constants)
+    if compiler.origin is not None:
+        bundles.remember(runner, caller, compiler.origin, compiled.built)
+    return runner
