@@ -194,17 +194,26 @@ def _merge_and_split(writer: _Writer, view: fx.Node) -> None:
     for axis, (_, of_group) in reversed([*enumerate(groups)]):
         if len(of_group) > 1:
             own = sizes[ends[axis] - len(of_group) : ends[axis]]  # type: ignore[index]
-            known = _written_down(writer, source, axis, own)
+            known = _written_down(writer, source, axis, own, of_group)
             source = writer.call(aten.unflatten.int, source, axis, known)
     view.replace_all_uses_with(source)  # type: ignore[arg-type]
     view.graph.erase_node(view)
 
 
-def _written_down(writer: _Writer, source: Any, axis: int, sizes: Any) -> list[Any]:
-    """Write down the size that a view leaves open: what the others of its group divide."""
-    if -1 not in sizes:
+def _written_down(
+    writer: _Writer, source: Any, axis: int, sizes: Any, values: Sequence[Size]
+) -> list[Any]:
+    """Write down the size that a view leaves open: what the others of its group divide.
+
+    So is one that PyTorch does not know to be the number that the view gives for it.
+    """
+    pairs = enumerate(zip(sizes, values, strict=True))
+    is_open = (
+        i for i, (size, n) in pairs if size == -1 or (are_known([size]) and not are_known([n]))
+    )
+    place = next(is_open, None)
+    if place is None:
         return list(sizes)
-    place = sizes.index(-1)
     left = writer.size(source, axis)
     for other in (*sizes[:place], *sizes[place + 1 :]):
         left = _divided(writer, left, other)

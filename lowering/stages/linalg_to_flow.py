@@ -15,6 +15,7 @@ from lowering.stages.index_inside import index_inside
 from lowering.stages.iree_session import CHANNELS_LAST, DATA_TILING, IreeSession
 from lowering.stages.keep_arguments import keep_arguments
 from lowering.stages.keep_off_stack import keep_off_stack
+from lowering.stages.keep_signs import keep_signs
 from lowering.stages.read_by_rows import mark_few_rows, read_by_rows
 from lowering.stages.read_in_panels import read_in_panels
 from lowering.stages.separate_packing import separate_packing
@@ -86,6 +87,7 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 index_inside(function)
                 separate_writes(function)
                 keep_off_stack(function)
+                keep_signs(function)
                 separate_reads(function)
                 separate_slices(function)
                 separate_scalars(function)

@@ -62,3 +62,16 @@ def test_the_gradient_of_what_is_written_by_steps() -> None:
         call(x).square().sum().backward()
         gradients.append(x.grad)
     assert_same(*gradients)
+
+
+def test_a_view_may_give_numbers_for_what_is_a_symbol() -> None:
+    def merged(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rows = x.transpose(1, 2).reshape(x.shape[0], x.shape[2], 32) @ weight
+        return rows.view(x.shape[0], x.shape[2], 4, 8).transpose(1, 2)
+
+    options = {"fallback": "error"}
+    compiled = torch.compile(merged, backend="npu_iree", dynamic=True, options=options)
+    weight = torch.randn(32, 32, generator=GENERATOR)
+    for batch, tokens in [(2, 3), (5, 7)]:
+        x = torch.randn(batch, 4, tokens, 8, generator=GENERATOR)
+        assert_same(compiled(x, weight), merged(x, weight))
