@@ -38,8 +38,8 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from lowering.digest import text_digest
-from lowering.graph_modules import graph_bytes, graph_from_bytes
 from lowering.key import compiler_build
+from npu_iree.graph_bytes import graph_bytes, graph_from_bytes
 from npu_iree.options import Options
 from npu_iree.settings import Settings
 

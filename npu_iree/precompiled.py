@@ -19,12 +19,12 @@ from torch._guards import TracingContext
 from torch._inductor.output_code import OutputCode
 
 from lowering.bundle import SUFFIX
-from lowering.graph_modules import graph_bytes, graph_from_bytes
 from npu_iree.aliasing import OTHER_ALIASES, Aliases
 from npu_iree.aot_graph import AotGraph
 from npu_iree.bundles import built_bytes
 from npu_iree.cause import Cause
 from npu_iree.errors import ArtifactError, NpuIreeError
+from npu_iree.graph_bytes import graph_bytes, graph_from_bytes
 from npu_iree.versions import check_versions
 
 
