@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from lowering.stages.barrier import behind_barrier
 from lowering.stages.structured import inputs_of, is_elementwise
+from lowering.stages.symbols import maker_of
 
 _MAP = re.compile(r"\((?P<loops>[^)]*)\) -> \((?P<results>.*)\)>")
 
@@ -22,8 +23,9 @@ def separate_reads(function: Any) -> None:
     """Put a barrier between a reduction and an op that reads it along two axes.
 
     IREE fuses the two although no one loop serves both reads: `s[:, None] - s[None]` with
-    `s = x.sum(1)` would be zeros, and `p - p.mT` with `p = softmax(...)` is wrong, too. To read a
-    value and a reduction of it along the same axes, as softmax does, is right and stays fused.
+    `s = x.sum(1)` would be zeros, and `p - p.mT` with `p = softmax(...)` is wrong, too, as is what
+    is read by the loops themselves, `p + p.diagonal()`. To read a value and a reduction of it along
+    the same axes, as softmax does, is right and stays fused.
 
     Before: %s = linalg.generic {reduction}; %a = expand_shape %s; %b = expand_shape %s
             %0 = linalg.generic {(d0, 0), (0, d1)} ins(%a, %b)
@@ -48,11 +50,13 @@ def _visit_generic(op: Any, reads: dict[Any, _Reads]) -> None:
     maps = [_parse(str(text)) for text in op.attributes["indexing_maps"]]
     inputs, reduces = inputs_of(op), not is_elementwise(op)
     found: dict[Any, tuple[_Place, ...]] = {}
-    for i, operand in enumerate(inputs):
-        read = _moved(reads.get(operand, {}), _to_loops(maps[i]))
+    operands = [(op.operation, i, _to_loops(maps[i])) for i in range(len(inputs))]
+    for reader, i, loops in operands + _read_by_index(op):
+        operand = reader.operands[i]
+        read = _moved(reads.get(operand, {}), loops)
         if not reduces and any(_conflict(found.get(root), way) for root, way in read.items()):
             with ir.InsertionPoint(op):
-                op.operation.operands[i] = _behind_barrier(operand)
+                reader.operands[i] = _behind_barrier(operand)
             continue
         for root, way in read.items():
             old = found.get(root, way)
@@ -61,6 +65,28 @@ def _visit_generic(op: Any, reads: dict[Any, _Reads]) -> None:
         reads[result] = dict(_moved(found, _from_loops(out)))
         if reduces:
             reads[result] = {**reads[result], op.operation: _all_of(_rank(result))}
+
+
+def _read_by_index(op: Any) -> list[tuple[Any, int, list[_Place]]]:
+    """Find what an op's body reads along its loops (`x[d0, d0]`), which IREE takes for operands.
+
+    Returns:
+        For each the op in the body, the place of its operand, and the loop of each dimension.
+    """
+    body = (inner.operation for inner in op.regions[0].blocks[0].operations)
+    return [
+        (inner, 0, [_loop(index) for index in list(inner.operands)[1:]])
+        for inner in body
+        if inner.name == "tensor.extract"
+    ]
+
+
+def _loop(index: Any) -> _Place:
+    while maker_of(index) == "arith.index_cast":
+        index = index.owner.operands[0]
+    if maker_of(index) != "linalg.index":
+        return None
+    return int(index.owner.attributes["dim"].value), ()
 
 
 def _conflict(one: tuple[_Place, ...] | None, other: tuple[_Place, ...]) -> bool:

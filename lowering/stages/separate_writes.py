@@ -47,17 +47,14 @@ def separate_writes(function: Any) -> None:
     from iree.compiler import ir
 
     for op in list(function.regions[0].blocks[0].operations):
-        is_insert = op.operation.name == _INSERT
-        if not is_insert and not op.operation.name.startswith("tm_tensor."):
+        if op.operation.name != _INSERT and not op.operation.name.startswith("tm_tensor."):
             continue
         for i, target in enumerate(list(op.operands)):
             if not is_tensor(target) or only_reads(op, i):
                 continue
             others = [o for k, o in enumerate(op.operands) if k != i and is_tensor(o)]
             is_own = any(_root(other) == _root(target) for other in others)
-            is_anywhere = not is_insert or not op.operation.results[0].type.has_static_shape
-            is_read = _is_read_elsewhere(target, op) or _is_made_again(target, function)
-            if is_own or (is_anywhere and is_read):
+            if is_own or _is_read_elsewhere(target, op) or _is_made_again(target, function):
                 with op.operation.location, ir.InsertionPoint(op):
                     op.operation.operands[i] = _copied(target)
 

@@ -114,3 +114,14 @@ def test_uint8_above_127_is_not_negative() -> None:
 
     u = torch.tensor([255, 200, 128, 7], dtype=torch.uint8)
     assert_same(torch.compile(read, backend="npu_iree")(u), read(u))
+
+
+def test_what_is_written_into_is_read_beside_what_came_of_it() -> None:
+    def read(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        old = x.exp()
+        new = old.slice_scatter(y[:, :, 1:3], 2, 1, 3)
+        chosen = new.gather(1, (y.abs() * 7).long().remainder(4))
+        return old, chosen - old.amax(-2, keepdim=True)
+
+    x, y = torch.randn(2, 4, 4, 4, generator=torch.Generator().manual_seed(0))
+    assert_same(torch.compile(read, backend="npu_iree")(x, y), read(x, y))
