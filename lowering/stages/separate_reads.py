@@ -1,4 +1,4 @@
-"""Keep IREE from fusing a reduction into an op that reads it along two axes."""
+"""Keep IREE from fusing what an op reads along two axes, or along its diagonal, into the op."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ _Reads: TypeAlias = Mapping[Any, tuple[_Place, ...]]
 
 
 def separate_reads(function: Any) -> None:
-    """Put a barrier between a reduction and an op that reads it along two axes.
+    """Put a barrier between a reduction and an op that reads it along two axes, and at diagonals.
 
     IREE fuses the two although no one loop serves both reads: `s[:, None] - s[None]` with
     `s = x.sum(1)` would be zeros, and `p - p.mT` with `p = softmax(...)` is wrong, too, as is what
     is read by the loops themselves, `p + p.diagonal()`. To read a value and a reduction of it along
-    the same axes, as softmax does, is right and stays fused.
+    the same axes, as softmax does, is right and stays fused. Of a value that is read along its
+    diagonal and otherwise, too, IREE stores the diagonal alone.
 
     Before: %s = linalg.generic {reduction}; %a = expand_shape %s; %b = expand_shape %s
             %0 = linalg.generic {(d0, 0), (0, d1)} ins(%a, %b)
@@ -54,7 +55,8 @@ def _visit_generic(op: Any, reads: dict[Any, _Reads]) -> None:
     for reader, i, loops in operands + _read_by_index(op):
         operand = reader.operands[i]
         read = _moved(reads.get(operand, {}), loops)
-        if not reduces and any(_conflict(found.get(root), way) for root, way in read.items()):
+        in_conflict = any(_conflict(found.get(root), way) for root, way in read.items())
+        if (in_conflict and not reduces) or _is_diagonal(operand, loops):
             with ir.InsertionPoint(op):
                 reader.operands[i] = _behind_barrier(operand)
             continue
@@ -79,6 +81,15 @@ def _read_by_index(op: Any) -> list[tuple[Any, int, list[_Place]]]:
         for inner in body
         if inner.name == "tensor.extract"
     ]
+
+
+def _is_diagonal(value: Any, loops: Sequence[_Place]) -> bool:
+    """Say whether one loop reads two axes of a computed value that is read otherwise, too."""
+    from iree.compiler import ir
+
+    known = [loop for loop in loops if loop is not None]
+    is_shared = sum(1 for _ in value.uses) > 1
+    return len({*known}) < len(known) and is_shared and not isinstance(value.owner, ir.Block)
 
 
 def _loop(index: Any) -> _Place:

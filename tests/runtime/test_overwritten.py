@@ -125,3 +125,13 @@ def test_what_is_written_into_is_read_beside_what_came_of_it() -> None:
 
     x, y = torch.randn(2, 4, 4, 4, generator=torch.Generator().manual_seed(0))
     assert_same(torch.compile(read, backend="npu_iree")(x, y), read(x, y))
+
+
+def test_what_is_read_along_its_diagonal_is_whole() -> None:
+    def read(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        doubled, centred = x * 2, x - x.sum(-1, keepdim=True)
+        new = doubled.diagonal_scatter(doubled.diagonal() + y[0])
+        return doubled, new, centred + centred.diagonal()
+
+    x, y = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0))
+    assert_same(torch.compile(read, backend="npu_iree")(x, y), read(x, y))
