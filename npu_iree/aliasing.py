@@ -24,8 +24,8 @@ from npu_iree.torch_device.current import NAME, is_on_npu
 Aliasing: TypeAlias = frozenset[tuple[int, int, int | None]]
 _NONE: Aliasing = frozenset()
 OTHER_ALIASES = (
-    "it writes to its arguments, and these overlap in another way than those that it was compiled "
-    "for (clone one of them, or call torch._dynamo.reset())"
+    "a graph writes to its arguments, and these overlap in another way than those that it was "
+    "compiled for (clone one of them, or call torch._dynamo.reset())"
 )
 
 

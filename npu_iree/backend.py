@@ -104,7 +104,7 @@ def _guarded(
             return compiled(*args)
         if options.fallback == "error":
             raise NpuIreeError(OTHER_ALIASES)
-        warn("calls of a graph run in eager: %s", OTHER_ALIASES)
+        warn("calls run in eager: %s", OTHER_ALIASES)
         return graph_module(*args)
 
     return run

@@ -24,20 +24,19 @@ def keep_signs(function: Any) -> None:
     After:  the same with the sign bit flipped in %2: {arith.bitcast; arith.xori; arith.bitcast}
     Source: `matchCatNegateAndSlice` in IREE's RaiseSpecialOps.cpp.
     """
-    for op in function.regions[0].blocks[0].operations:
-        negation = _negation(op.operation)
+    for view in function.regions[0].blocks[0].operations:
+        op = view.operation
+        negation = _negation(op)
         if negation is not None:
-            readers = [use.owner.operation for use in op.result.uses]
+            readers = [use.owner.operation for use in op.results[0].uses]
             is_put = any(reader.name in _PUTS for reader in readers)
-            if is_put and not all(_exchanges_halves(op.operation, reader) for reader in readers):
+            if is_put and not all(_exchanges_halves(op, reader) for reader in readers):
                 _flip_sign(negation)
 
 
 def _negation(op: Any) -> Any:
-    """Return the negation that is all that an op does, or None."""
-    from iree.compiler import ir
-
-    if isinstance(op, ir.Block) or op.name != "linalg.generic" or len(op.operands) != 2:
+    """Return the negation that an op of one operand begins with, or None."""
+    if op.name != "linalg.generic" or len(op.operands) != 2:
         return None
     first, *_ = op.regions[0].blocks[0].operations
     return first.operation if first.operation.name == "arith.negf" else None
