@@ -19,6 +19,7 @@ from lowering.errors import InternalError
 from lowering.graph_modules import with_code
 from lowering.nodes import view_root
 from lowering.randomness import read_sizes_only
+from lowering.sizes import is_static
 
 # Tensor constants up to this many elements stay in the IR, where the compiler can fold them.
 INLINE_CONSTANT_ELEMENTS = 16
@@ -190,6 +191,7 @@ def normalize(graph_module: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
     _add_one_by_one(graph_module.graph)
     _share_sizes(graph_module.graph)
     _drop_whole_slices(graph_module.graph)
+    _view_what_replaces_all(graph_module.graph)
     make_empty_values(graph_module.graph)
     compare_with_tensors(graph_module.graph)
     graph_module.graph.eliminate_dead_code()
@@ -266,6 +268,34 @@ def _is_whole(node: fx.Node, place: int) -> bool:
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return False
     return one.dtype is other.dtype and str(one.shape) == str(other.shape)
+
+
+def _view_what_replaces_all(graph: fx.Graph) -> None:
+    """Take a view of what replaces all elements of a computed value by their places in memory.
+
+    So does the backward pass of a mean over images whose channels come last.
+
+    Before: %2 = as_strided_scatter(%0, %1, [2, 6], [6, 1], 0)        with %0 of [12], %1 of [2, 6]
+    After:  %2 = view(%1, [12])
+    """
+    op = torch.ops.aten.as_strided_scatter.default
+    for node in graph.find_nodes(op="call_function", target=op):
+        value, source, *layout = node.args
+        if view_root(value).op != "placeholder" and _is_all_of(value, source, *layout):
+            with graph.inserting_before(node):
+                sizes = list(value.meta["val"].shape)
+                view = graph.call_function(torch.ops.aten.view.default, (source, sizes))
+            view.meta = node.meta
+            node.replace_all_uses_with(view)
+
+
+def _is_all_of(value: fx.Node, source: fx.Node, sizes: Any, strides: Any, offset: Any = 0) -> bool:
+    one, other = value.meta["val"], source.meta["val"]
+    if not is_static(one, other) or (one.dtype, one.numel()) != (other.dtype, other.numel()):
+        return False
+    is_dense = one.is_contiguous() and other.is_contiguous()
+    layout, first = (list(other.shape), list(other.stride())), one.storage_offset()
+    return is_dense and (list(sizes), list(strides)) == layout and (offset or 0) == first == 0
 
 
 def _fake_result(node: fx.Node) -> Any:

@@ -114,7 +114,15 @@ def test_a_pad_that_takes_away(amounts: tuple[int, ...], dtype: torch.dtype) -> 
     assert_same(torch.compile(function, backend="npu_iree")(x), function(x))
 
 
+class MeanOfChannelsLast(nn.Linear):
+    """The end of a model that works on images whose channels come last."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.adaptive_avg_pool2d(super().forward(x).permute(0, 3, 1, 2), 1).flatten(1)
+
+
 LAYERS: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "mean of channels last": (MeanOfChannelsLast(6, 6), (2, 4, 4, 6)),
     "batch norm": (nn.BatchNorm2d(4), (2, 4, 8, 8)),
     "batch norm of statistics": (nn.BatchNorm2d(4).eval(), (2, 4, 8, 8)),
     "group norm": (nn.GroupNorm(2, 4), (2, 4, 8, 8)),
