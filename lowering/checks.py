@@ -1,9 +1,9 @@
 """What eager refuses for its values: a region goes around it, and tells whether it had to.
 
-PyTorch's kernels raise an error for an index out of range, or an integer division by zero. A device
-program can raise nothing: beyond a tensor is somebody else's memory, or none, and the division ends
-the process. So the index is moved to the nearest that there is, the divisor to 1, and the region
-gives one more result, which says whether any had to be.
+PyTorch's kernels raise an error for an index out of range, an integer division by zero, or where
+`torch._assert_async` is told so. A device program can raise nothing: beyond a tensor is somebody
+else's memory, or none, and the division ends the process. So the index is moved to the nearest that
+there is, the divisor to 1, and the region gives one more result, which says whether any had to be.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _MASKS = (torch.bool, torch.uint8)
 _SAME_ELEMENTS = frozenset(
     f"aten.{name}" for name in ("clone", "expand", "permute", "squeeze", "unsqueeze", "view")
 )
+_ASSERTIONS = frozenset({"aten._assert_async"})
 _MOST_COMPARED = 8  # nodes on the way back from an operand: further back, equal ones are two
 
 
@@ -105,7 +106,7 @@ class _Divisor:
 
     def is_kept(self, known: Interval | None) -> bool:
         """Say whether all values of an interval are right."""
-        return known is not None and not known[0] <= 0 <= known[1]
+        return _is_without_zero(known)
 
     def is_like(self, other: object) -> bool:
         """Say whether the same values are right for another."""
@@ -127,7 +128,44 @@ class _Divisor:
         return "integer division by zero"
 
 
-_Rule: TypeAlias = _Index | _Divisor
+@dataclass(frozen=True)
+class _Assertion:
+    """What is asserted; `torch.nn.functional.one_hot` does so of its classes.
+
+    Attributes:
+        text: what is wrong if it does not hold.
+    """
+
+    text: str
+
+    kind: ClassVar[Literal["assertion"]] = "assertion"
+
+    def is_kept(self, known: Interval | None) -> bool:
+        """Say whether all values of an interval are right."""
+        return _is_without_zero(known)
+
+    def is_like(self, other: object) -> bool:
+        """Say whether the same values are right for another."""
+        return isinstance(other, _Assertion)
+
+    def keep(self, writer: _Writer, origin: fx.Node, given: fx.Node) -> fx.Node:
+        """Give the values: nothing is computed with them."""
+        return given
+
+    def is_wrong(self, writer: _Writer, origin: fx.Node, given: fx.Node) -> fx.Node:
+        """Write where values are wrong."""
+        flags = given.meta["val"].to(torch.bool)
+        return writer.write(origin, flags, aten.logical_not.default, given)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _is_without_zero(known: Interval | None) -> bool:
+    return known is not None and not known[0] <= 0 <= known[1]
+
+
+_Rule: TypeAlias = _Index | _Divisor | _Assertion
 
 
 @dataclass(frozen=True)
@@ -216,6 +254,8 @@ def keep_right(graph: fx.Graph) -> tuple[Check, ...]:
         with graph.inserting_before(graph.output_node()):
             number = _first_failure(writer, checks)
         graph.output_node().args = ([*graph.output_node().args[0], number],)  # type: ignore[misc]
+    for node in [node for node in calls if is_one_of(node, _ASSERTIONS)]:
+        graph.erase_node(node)
     return tuple(operand.check for operand in checked)
 
 
@@ -313,8 +353,14 @@ def _of_quotients(node: fx.Node) -> _Rules:
         yield (1,), _Divisor()
 
 
+def _of_assertions(node: fx.Node) -> _Rules:
+    text = node.args[1] if len(node.args) > 1 else ""
+    yield (0,), _Assertion(str(text) or "assertion is failed")
+
+
 # op -> the operands that it takes. A write counts none from the end: its decomposition has done so.
 _TAKES: Mapping[str, Callable[[fx.Node], _Rules]] = {
+    **dict.fromkeys(_ASSERTIONS, _of_assertions),
     "aten.div": _of_quotients,
     "aten.embedding": _of_rows,
     "aten.fmod": _of_quotients,

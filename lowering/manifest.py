@@ -295,7 +295,7 @@ def _source(row: _Row) -> Source:
 
 def _check(row: _Row) -> Check:
     kind = row.take("kind", str)
-    if kind not in ("index", "division"):
+    if kind not in ("index", "division", "assertion"):
         raise ValueError(f"{row.place}: nothing is known of a check of the kind {_short(kind)}")
     return Check(kind, row.take("text", str))  # type: ignore[arg-type]
 

@@ -88,13 +88,16 @@ def partition(
     while True:
         segments = grow_segments(compute, host_ops, apart or {})
         idle = [s for s in segments if s.space == DEVICE and not _computes(s)]
-        if not idle:
+        blind = [s for s in segments if s.space == DEVICE and not s.outputs]
+        if not idle and not blind:
             segments = [with_own_sizes(s, scalars) for s in segments]
             return Partition(captured, named(segments), scalars, host_ops)
         for node in itertools.chain.from_iterable(s.nodes for s in idle):
             host_ops[node] = _host_op(
                 node, "cost", "moves data only, which is not worth a transfer"
             )
+        for node in (s.nodes[-1] for s in blind):
+            host_ops[node] = _host_op(node, "cost", "nobody waits for what comes of it")
 
 
 def why_host(

@@ -47,11 +47,12 @@ class Check:
     """What a call of a region checks of the values that it is given.
 
     Attributes:
-        kind: of eager's error: `index` (out of range) or `division` (of integers by zero).
+        kind: of eager's error: `index` (out of range), `division` (of integers by zero) or
+            `assertion` (of `torch._assert_async`).
         text: what is wrong if it fails, with the op and the user's line.
     """
 
-    kind: Literal["index", "division"]
+    kind: Literal["index", "division", "assertion"]
     text: str
 
 

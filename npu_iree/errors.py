@@ -134,6 +134,7 @@ class DonatedTensorError(NpuIreeError, RuntimeError):
 
 # What a region's checks find (`lowering.signature.Check.kind`) -> the error.
 _CHECK_ERRORS: dict[str, type[BadValueError]] = {
+    "assertion": BadValueError,
     "division": IntegerDivisionError,
     "index": IndexOutOfRangeError,
 }

@@ -68,6 +68,8 @@ class EagerOp:
     @cached_property
     def _functional(self) -> OpOverload | None:
         """The overload that computes the same and writes to nothing."""
+        if not self.op._schema.returns:
+            return None
         if not self._outs and not self._is_in_place:
             return None if self._is_view else self.op
         if self._is_in_place and not self._writes_self:
@@ -315,6 +317,8 @@ def _put(tensor: torch.Tensor, order: tuple[int, ...] | None) -> DeviceArray:
 def _no_kernel(op: OpOverload) -> str:
     if torch.Tag.nondeterministic_seeded in op.tags:
         return f"it {DRAWS_RANDOM_NUMBERS}"
+    if not op._schema.returns:
+        return "it gives nothing"
     return "it has no form that writes to nothing"
 
 

@@ -27,6 +27,13 @@ def test_tensors_of_two_devices() -> None:
         torch.equal(torch.ones(3, device=NPU), torch.ones(3))
 
 
+def test_what_is_asserted() -> None:
+    x = torch.ones(3, device=NPU)
+    torch._assert_async((x > 0).all(), "x is positive")
+    with pytest.raises(RuntimeError, match="x is positive"):
+        torch._assert_async((x < 0).all(), "x is positive")
+
+
 def test_shapes_that_do_not_fit_are_pytorchs_errors() -> None:
     a = torch.ones(3, 4, device=NPU)
     with pytest.raises(RuntimeError, match=r"mat1 and mat2 shapes cannot be multiplied"):

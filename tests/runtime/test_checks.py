@@ -6,6 +6,7 @@ No memory but the tensor's is read or written meanwhile. What cannot be wrong is
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,40 @@ def test_the_least_integer_divided_by_minus_one(name: str, dtype: torch.dtype) -
     compiled = torch.compile(lambda x, y: DIVISIONS[name](x, y) ^ 1, backend="npu_iree")
     for divisor in (y, y[0]):
         assert_same(compiled(x, divisor), DIVISIONS[name](x, divisor) ^ 1)
+
+
+def asserted(x: Tensor) -> Tensor:
+    torch._assert_async((x > 0).all(), "x is positive")
+    return x.sqrt() * 2
+
+
+def asserted_of_a_view(x: Tensor) -> Tensor:
+    """Nothing that is computed on the device is waited for."""
+    torch._assert_async((x > 0).all(), "x is positive")
+    return x.view(-1)
+
+
+@pytest.mark.parametrize("call", [asserted, asserted_of_a_view])
+def test_what_is_asserted_is_eagers_error(
+    call: Callable[[Tensor], Tensor], target: str, counts: Counter[str]
+) -> None:
+    compiled = torch.compile(call, backend="npu_iree", options={"target": target})
+    x = torch.tensor([[1.0, 2.0], [3.0, 0.5]])
+    assert_same(compiled(x), call(x))
+    for function in (call, compiled):
+        with pytest.raises(RuntimeError, match="x is positive"):
+            function(-x)
+    assert counts["unsupported_ops"] == 0
+
+
+def test_classes_are_checked_on_the_device(target: str) -> None:
+    options = {"target": target, "fallback": "error"}
+    compiled = torch.compile(
+        lambda i: F.one_hot(i, 4) @ torch.arange(4), backend="npu_iree", options=options
+    )
+    assert_same(compiled(torch.tensor([3, 0, 2])), torch.tensor([3, 0, 2]))
+    with pytest.raises(RuntimeError, match=r"smaller than num_classes.*test_checks.py"):
+        compiled(torch.tensor([3, 4, 2]))
 
 
 def test_the_error_says_where() -> None:
