@@ -99,18 +99,28 @@ class _Index:
 
 
 @dataclass(frozen=True)
-class _Divisor:
-    """What a tensor of integers must be that divides others."""
-
-    kind: ClassVar[Literal["division"]] = "division"
+class _NoZero:
+    """What must have no zeros."""
 
     def is_kept(self, known: Interval | None) -> bool:
         """Say whether all values of an interval are right."""
-        return _is_without_zero(known)
+        return known is not None and not known[0] <= 0 <= known[1]
 
     def is_like(self, other: object) -> bool:
         """Say whether the same values are right for another."""
-        return isinstance(other, _Divisor)
+        return isinstance(other, type(self))
+
+    def is_wrong(self, writer: _Writer, origin: fx.Node, given: fx.Node) -> fx.Node:
+        """Write where values are wrong."""
+        flags = given.meta["val"].to(torch.bool)
+        return writer.write(origin, flags, aten.eq.Scalar, given, 0)
+
+
+@dataclass(frozen=True)
+class _Divisor(_NoZero):
+    """What a tensor of integers must be that divides others."""
+
+    kind: ClassVar[Literal["division"]] = "division"
 
     def keep(self, writer: _Writer, origin: fx.Node, given: fx.Node) -> fx.Node:
         """Write values that are right, and the same where those given are."""
@@ -119,17 +129,12 @@ class _Divisor:
         is_zero = self.is_wrong(writer, origin, given)
         return writer.write(origin, value, aten.where.self, is_zero, one, given)
 
-    def is_wrong(self, writer: _Writer, origin: fx.Node, given: fx.Node) -> fx.Node:
-        """Write where values are wrong."""
-        flags = given.meta["val"].to(torch.bool)
-        return writer.write(origin, flags, aten.eq.Scalar, given, 0)
-
     def __str__(self) -> str:
         return "integer division by zero"
 
 
 @dataclass(frozen=True)
-class _Assertion:
+class _Assertion(_NoZero):
     """What is asserted; `torch.nn.functional.one_hot` does so of its classes.
 
     Attributes:
@@ -140,29 +145,12 @@ class _Assertion:
 
     kind: ClassVar[Literal["assertion"]] = "assertion"
 
-    def is_kept(self, known: Interval | None) -> bool:
-        """Say whether all values of an interval are right."""
-        return _is_without_zero(known)
-
-    def is_like(self, other: object) -> bool:
-        """Say whether the same values are right for another."""
-        return isinstance(other, _Assertion)
-
     def keep(self, writer: _Writer, origin: fx.Node, given: fx.Node) -> fx.Node:
         """Give the values: nothing is computed with them."""
         return given
 
-    def is_wrong(self, writer: _Writer, origin: fx.Node, given: fx.Node) -> fx.Node:
-        """Write where values are wrong."""
-        flags = given.meta["val"].to(torch.bool)
-        return writer.write(origin, flags, aten.logical_not.default, given)
-
     def __str__(self) -> str:
         return self.text
-
-
-def _is_without_zero(known: Interval | None) -> bool:
-    return known is not None and not known[0] <= 0 <= known[1]
 
 
 _Rule: TypeAlias = _Index | _Divisor | _Assertion

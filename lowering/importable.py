@@ -207,13 +207,11 @@ def _written_down(
 
     So is one that PyTorch does not know to be the number that the view gives for it.
     """
-    pairs = enumerate(zip(sizes, values, strict=True))
-    is_open = (
-        i for i, (size, n) in pairs if size == -1 or (are_known([size]) and not are_known([n]))
-    )
-    place = next(is_open, None)
-    if place is None:
+    pairs = zip(sizes, values, strict=True)
+    is_open = [size == -1 or (are_known([size]) and not are_known([n])) for size, n in pairs]
+    if True not in is_open:
         return list(sizes)
+    place = is_open.index(True)
     left = writer.size(source, axis)
     for other in (*sizes[:place], *sizes[place + 1 :]):
         left = _divided(writer, left, other)

@@ -11,10 +11,10 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from lowering.artifact import EntryPoint
-from lowering.signature import Check, ScalarSpec, Signature, TensorSpec
+from lowering.signature import Check, CheckKind, ScalarSpec, Signature, TensorSpec
 
 FORMAT = 1
 MEMBER = "npu_iree.json"
@@ -295,7 +295,7 @@ def _source(row: _Row) -> Source:
 
 def _check(row: _Row) -> Check:
     kind = row.take("kind", str)
-    if kind not in ("index", "division", "assertion"):
+    if kind not in get_args(CheckKind):
         raise ValueError(f"{row.place}: nothing is known of a check of the kind {_short(kind)}")
     return Check(kind, row.take("text", str))  # type: ignore[arg-type]
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
+
+# Of eager's error: an index out of range, an integer divided by zero, or `torch._assert_async`.
+CheckKind: TypeAlias = Literal["index", "division", "assertion"]
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,11 @@ class Check:
     """What a call of a region checks of the values that it is given.
 
     Attributes:
-        kind: of eager's error: `index` (out of range), `division` (of integers by zero) or
-            `assertion` (of `torch._assert_async`).
+        kind: of eager's error.
         text: what is wrong if it fails, with the op and the user's line.
     """
 
-    kind: Literal["index", "division", "assertion"]
+    kind: CheckKind
     text: str
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowering.stages.structured import RESHAPES
+from lowering.stages.symbols import maker_of
 
 _SLICE = "tensor.extract_slice"
 _PUTS = frozenset({"tensor.concat", "tensor.insert_slice", *RESHAPES})
@@ -44,16 +45,15 @@ def _negation(op: Any) -> Any:
 
 def _exchanges_halves(negated: Any, reader: Any) -> bool:
     """Say whether an op puts together the second half of all rows, negated, and the first."""
-    from iree.compiler import ir
-
     if reader.name != "tensor.concat" or len(reader.operands) != 2:
         return False
-    pieces = [negated.operands[0].owner, reader.operands[1].owner]
-    if any(isinstance(piece, ir.Block) or piece.name != _SLICE for piece in pieces):
+    halves = [negated.operands[0], reader.operands[1]]
+    if any(maker_of(half) != _SLICE for half in halves):
         return False
-    source = pieces[0].operands[0]
-    is_cut = not isinstance(source.owner, ir.Block) and source.owner.name == _SLICE
-    if is_cut or pieces[1].operands[0] != source or reader.operands[0] != negated.results[0]:
+    pieces = [half.owner for half in halves]
+    source, other = (piece.operands[0] for piece in pieces)
+    is_cut = maker_of(source) == _SLICE
+    if is_cut or other != source or reader.operands[0] != negated.results[0]:
         return False
     *rows, length = source.type.shape
     half = length // 2

@@ -85,11 +85,9 @@ def _read_by_index(op: Any) -> list[tuple[Any, int, list[_Place]]]:
 
 def _is_diagonal(value: Any, loops: Sequence[_Place]) -> bool:
     """Say whether one loop reads two axes of a computed value that is read otherwise, too."""
-    from iree.compiler import ir
-
     known = [loop for loop in loops if loop is not None]
     is_shared = sum(1 for _ in value.uses) > 1
-    return len({*known}) < len(known) and is_shared and not isinstance(value.owner, ir.Block)
+    return len({*known}) < len(known) and is_shared and maker_of(value) != ""
 
 
 def _loop(index: Any) -> _Place:
