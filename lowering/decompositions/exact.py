@@ -116,24 +116,6 @@ def gelu(x: torch.Tensor, *, approximate: str = "none") -> Any:
     return 0.5 * x * (1 + torch.tanh(inner))
 
 
-def pad(x: torch.Tensor, amounts: Sequence[int], value: Number = 0) -> Any:
-    """Decompose `aten.constant_pad_nd` that takes away: torch-mlir takes the wrong side."""
-    if not any(isinstance(n, int) and n < 0 for n in amounts):
-        return _UNCHANGED
-    added: list[int] = []
-    for i, (before, after) in enumerate(zip(amounts[::2], amounts[1::2], strict=True)):
-        dim, size = x.dim() - 1 - i, x.shape[x.dim() - 1 - i]
-        first, last = max(0, -before), size - max(0, -after)
-        if first >= last:  # more is taken away than there was: of what is added, too
-            x = aten.slice.Tensor(x, dim, 0, 0)
-            added += [size + before + after, 0]
-            continue
-        if (first, last) != (0, size):
-            x = aten.slice.Tensor(x, dim, first, last)
-        added += [max(0, before), max(0, after)]
-    return aten.constant_pad_nd.default(x, added, value) if any(added) else torch.clone(x)
-
-
 def roll(x: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> torch.Tensor:
     """Decompose `aten.roll`: torch-mlir takes no shift for more than there is along a dimension.
 
@@ -243,7 +225,6 @@ DECOMPOSITIONS = {
     aten.argmin.default: argmin,
     aten.clamp.Tensor: clamp_tensor,
     aten.clamp.default: clamp,
-    aten.constant_pad_nd.default: pad,
     aten.eq.Tensor: eq,
     aten.gelu.default: gelu,
     aten.hardtanh.default: hardtanh,

@@ -1,4 +1,4 @@
-"""What flows back through a padding that repeats the edges."""
+"""Padding by sizes that may be negative, and what flows back through one that repeats the edges."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from lowering.sizes import are_known
 
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
@@ -34,7 +37,46 @@ def replication_pad_backward(
     return gradient
 
 
+def pad(x: torch.Tensor, amounts: Sequence[int], value: int | float = 0) -> Any:
+    """Decompose `aten.constant_pad_nd` that takes away, or may: cuts first, then adds.
+
+    torch-mlir takes away on the wrong side, and takes a symbol for what is to be added, whatever it
+    turns out to be: the device would then write beyond the end.
+
+    Before: constant_pad_nd(%x, [0, %n])                                       with %x of [C, L]
+    After:  constant_pad_nd(%x[:, :L - max(0, -%n)], [0, max(0, %n)])
+    """
+    if all(map(_adds, amounts)):
+        return _UNCHANGED
+    added: list[int] = []
+    for i, (before, after) in enumerate(zip(amounts[::2], amounts[1::2], strict=True)):
+        dim, size = x.dim() - 1 - i, x.shape[x.dim() - 1 - i]
+        first, last = _at_least_0(-before), size - _at_least_0(-after)
+        if are_known([first, last]) and first >= last:
+            # more is taken away than there was: of what is added, too
+            x = aten.slice.Tensor(x, dim, 0, 0)
+            added += [size + before + after, 0]
+            continue
+        if not (_adds(before) and _adds(after)):
+            x = aten.slice.Tensor(x, dim, first, last)
+        added += [_at_least_0(before), _at_least_0(after)]
+    if are_known(added) and not any(added):
+        return torch.clone(x)
+    return aten.constant_pad_nd.default(x, added, value)
+
+
+def _at_least_0(amount: int) -> int:
+    larger: int = torch.sym_max(0, amount)  # type: ignore[no-untyped-call]
+    return larger
+
+
+def _adds(amount: int) -> bool:
+    """Say whether it is certain that this is not negative."""
+    return statically_known_true(amount >= 0)
+
+
 DECOMPOSITIONS = {
+    aten.constant_pad_nd.default: pad,
     aten.replication_pad1d_backward.default: replication_pad_backward,
     aten.replication_pad2d_backward.default: replication_pad_backward,
     aten.replication_pad3d_backward.default: replication_pad_backward,

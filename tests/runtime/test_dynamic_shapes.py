@@ -228,6 +228,27 @@ def read_by_several(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> Any:
     )
 
 
+def diagonals(x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Diagonals, read and written, of values that have more rows than columns, or fewer."""
+    grid = x.unsqueeze(-1) * y
+    grid.diagonal(0, 0, 2).mul_(2)
+    return (
+        grid,
+        x.diagonal_scatter(x.diagonal().exp()),
+        grid.diagonal_scatter(grid.diagonal(-1, 1, 2) + 1, -1, 1, 2),
+    )
+
+
+def padded_to_fit(x: torch.Tensor, y: torch.Tensor) -> Any:
+    """What is added is negative for some sizes: then it is taken away."""
+    more, pad = y.shape[0] - x.shape[0] + 1, torch.nn.functional.pad
+    return (
+        pad(x, (0, 0, 0, more)),
+        pad(x * 2, (1, 0, more, 0), value=3.0),
+        pad(x.sin(), (0, 1, -more, more)),
+    )
+
+
 # sizes that no expression above makes 0 or 1: PyTorch compiles those apart
 SIZES = [(4, 3, 5), (7, 5, 6), (6, 8, 4), (8, 9, 3)]
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[int, int, int], tuple[Any, ...]]]] = {
@@ -242,6 +263,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[int, int, int], tuple[A
     "scanned": (scanned, lambda a, b, c: (data(a, b), data(c))),
     "cut anywhere": (cut_anywhere, lambda a, b, c: (data(a, b), data(c, a), data(c))),
     "read by several": (read_by_several, lambda a, b, c: (data(a, b), data(c, a), data(c))),
+    "diagonals": (diagonals, lambda a, b, c: (data(a, b), data(c))),
+    "padded to fit": (padded_to_fit, lambda a, b, c: (data(a, b), data(c))),
     "grouped attention": (
         grouped_attention,
         lambda a, b, c: tuple(data(a, b, heads, 16).transpose(1, 2) for heads in (22, 11, 11)),

@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from lowering.decompositions.exact import pad
+from lowering.decompositions.padding import pad
 
 
 def test_padding_that_takes_away() -> None:
