@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -129,10 +129,43 @@ def allow_second_backward() -> None:
         found.bw_donated_idxs = []
 
 
-def _partition(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+def _partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
     """Cut a joint graph into forward and backward."""
     _read_before_written(joint.graph)
-    return min_cut_rematerialization_partition(joint, *args, **kwargs)
+    _save_compared(joint.graph, num_fwd_outputs)
+    kwargs["num_fwd_outputs"] = num_fwd_outputs
+    return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+
+def _save_compared(graph: fx.Graph, results: int) -> None:
+    """Have the backward pass compare the numbers that the forward pass had.
+
+    The gradient of a maximum goes to the elements that are equal to it. Computed again, beside
+    other ops, they may differ from it in their last bit: then none is, and the gradient is NaN.
+
+    Args:
+        graph: forward and backward.
+        results: how many of its outputs are the forward's.
+    """
+    (outputs,) = graph.output_node().args
+    forward = _needed_for(pytree.tree_leaves(outputs)[:results])
+    compared = graph.find_nodes(op="call_function", target=torch.ops.aten.eq.Tensor)
+    floats = [n for n in compared if n.args[0].meta["val"].dtype.is_floating_point]
+    for node in _needed_for(floats, but_not_beyond=forward) & forward:
+        if node.op == "call_function":
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _needed_for(values: Sequence[Any], but_not_beyond: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """Return these nodes and what they are computed from."""
+    waiting = [value for value in values if _is_node(value)]
+    needed = set(waiting)
+    for node in waiting:
+        if node not in but_not_beyond:
+            more = [source for source in node.all_input_nodes if source not in needed]
+            needed.update(more)
+            waiting.extend(more)
+    return needed
 
 
 def _read_before_written(graph: fx.Graph) -> None:

@@ -104,6 +104,30 @@ def test_a_convolution_with_one_amount_for_all_dimensions() -> None:
     assert_same(torch.compile(function, backend="npu_iree")(x, weight), function(x, weight))
 
 
+def test_the_elements_that_are_the_maximum_are_known_in_the_backward_pass() -> None:
+    """They are norms of norms, which come out otherwise when they are computed beside other ops."""
+
+    def largest(x: torch.Tensor) -> torch.Tensor:
+        inner = F.instance_norm(x).permute(1, 2, 0)
+        outer = F.batch_norm(inner, None, None, training=True)
+        return outer + outer.amax(1, keepdim=True)
+
+    check(largest, torch.randn(8, 8, 8, generator=torch.Generator().manual_seed(0)))
+
+
+def test_a_convolution_whose_padding_differs_on_both_sides() -> None:
+    """Dynamic sizes: what is added on one side is a symbol, and negative in the backward pass."""
+
+    def convolved(x: torch.Tensor) -> torch.Tensor:
+        return F.conv1d(x.transpose(0, 2).flatten().view_as(x), x, padding="same") / x.shape[0]
+
+    compiled = torch.compile(convolved, backend="npu_iree", dynamic=True)
+    for size in (8, 10, 7):
+        x = torch.randn(size, size, size, generator=torch.Generator().manual_seed(size))
+        for _ in range(20):  # what was written beyond the end showed in later calls
+            assert_same(gradients(compiled, x), gradients(convolved, x))
+
+
 @pytest.mark.parametrize("amounts", [(1, -1), (-1, 1), (0, -1, 2, -3), (-1, 0), (3, -2, -1, 4)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
 def test_a_pad_that_takes_away(amounts: tuple[int, ...], dtype: torch.dtype) -> None:
