@@ -18,6 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lowering.decompositions import decomposition_table
 from lowering.plan import Plan
+from lowering.sizes import size_hint
 from npu_iree.aot_cache import trace
 from npu_iree.empty_sizes import may_be_empty
 from npu_iree.options import Options
@@ -133,6 +134,7 @@ def _partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kw
     """Cut a joint graph into forward and backward."""
     _read_before_written(joint.graph)
     _save_compared(joint.graph, num_fwd_outputs)
+    _read_again(joint.graph)
     kwargs["num_fwd_outputs"] = num_fwd_outputs
     return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
@@ -154,6 +156,18 @@ def _save_compared(graph: fx.Graph, results: int) -> None:
     for node in _needed_for(floats, but_not_beyond=forward) & forward:
         if node.op == "call_function":
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _read_again(graph: fx.Graph) -> None:
+    """Have the backward pass read again what is read by index, and is more than what it is read of.
+
+    Of the matrices of a mixture of experts, each block of rows reads one: several times all there
+    are would be kept.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.index_select.default):
+        read, source = (n.meta["val"].numel() for n in (node, node.all_input_nodes[0]))
+        if size_hint(read) > size_hint(source):
+            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _needed_for(values: Sequence[Any], but_not_beyond: Collection[fx.Node] = ()) -> set[fx.Node]:

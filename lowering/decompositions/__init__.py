@@ -21,6 +21,7 @@ from lowering.decompositions import (
     exact,
     foreach,
     group_norm,
+    grouped,
     indexing,
     padding,
     pooling,
@@ -111,6 +112,7 @@ def _default_table() -> dict[OpOverload, Callable[..., Any]]:
         **exact.DECOMPOSITIONS,
         **foreach.DECOMPOSITIONS,
         **group_norm.DECOMPOSITIONS,
+        **grouped.DECOMPOSITIONS,
         **indexing.DECOMPOSITIONS,
         **padding.DECOMPOSITIONS,
         **pooling.DECOMPOSITIONS,
@@ -142,6 +144,6 @@ def decomposition_table(
         op overload -> a function on tensors that computes the same.
     """
     keep = {*keep_ops, *(EAGERS_RANDOM_OPS if rng == "host" else ())}
-    every = {**_default_table(), **exact.of_dynamo()}
+    every = {**_default_table(), **exact.of_dynamo(), **grouped.of_libraries()}
     table = {op: fn for op, fn in every.items() if not matches(str(op), keep)}
     return {**table, **(user or {})}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lowering.stages.structured import inputs_of
 
+_ITEM = "hal.interface.workgroup.id"
 _LOAD, STORE = "iree_tensor_ext.dispatch.tensor.load", "iree_tensor_ext.dispatch.tensor.store"
+_TENSOR = re.compile(r"\btensor<([\dx]+)x\w+>")  # of known sizes
 # What is no arithmetic in the body of a loop: comparisons, choices, casts, indexing.
 _FREE = ("arith.cmp", "arith.select", "arith.constant", "arith.index", "arith.ext", "arith.trunc")
 _CASTS = ("arith.sitofp", "arith.uitofp", "arith.fptosi", "arith.fptoui", "arith.bitcast")
@@ -50,7 +53,16 @@ def flops(ops: Sequence[Any]) -> int | None:
     """
     counts = [_flops(op) for op in ops]
     known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
+    return sum(known) * _work_items(ops) if len(known) == len(counts) else None
+
+
+def _work_items(ops: Sequence[Any]) -> int:
+    """Count the work items that ops are of: 1 if they are not of one but of all."""
+    if not any(op.name == _ITEM for op in ops):
+        return 1
+    (store,) = (op for op in ops if op.name == STORE)
+    (part, *_), (whole, *_) = (_TENSOR.findall(str(value.type)) for value in store.operands[:2])
+    return math.prod(map(int, whole.split("x"))) // math.prod(map(int, part.split("x")))
 
 
 def _flops(op: Any) -> int | None:

@@ -17,6 +17,7 @@ from lowering.stages.keep_arguments import keep_arguments
 from lowering.stages.keep_off_stack import keep_off_stack
 from lowering.stages.keep_signs import keep_signs
 from lowering.stages.read_by_rows import mark_few_rows, read_by_rows
+from lowering.stages.read_chosen import read_chosen
 from lowering.stages.read_in_panels import read_in_panels
 from lowering.stages.separate_packing import separate_packing
 from lowering.stages.separate_pieces import separate_pieces
@@ -94,6 +95,7 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 separate_pieces(function)
                 if any(CHANNELS_LAST in flag for flag in options.flags):
                     separate_weights(function)
+                read_chosen(function, features)
                 if _is_for_cpu(options):
                     mark_few_rows(function)
                 read_in_panels(function, features)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -48,8 +48,23 @@ def copied(block: Any, arguments: Sequence[Any], location: Any = None) -> list[A
     Returns:
         What it returns or yields.
     """
-    values = dict(zip(block.arguments, arguments, strict=False))
     *ops, last = block.operations
+    values = clones(ops, dict(zip(block.arguments, arguments, strict=False)), location)
+    return [values.get(operand, operand) for operand in last.operands]
+
+
+def clones(ops: Iterable[Any], values: Mapping[Any, Any], location: Any = None) -> dict[Any, Any]:
+    """Write ops again, at the insertion point, in order.
+
+    Args:
+        ops: what to write.
+        values: value -> what the copies have in its place.
+        location: of the copies, if not that of what they are copied from.
+
+    Returns:
+        `values`, and the results of the copies in the place of those of the ops.
+    """
+    values = dict(values)
     for op in ops:
         copy = op.operation.clone()
         if location is not None:
@@ -57,7 +72,7 @@ def copied(block: Any, arguments: Sequence[Any], location: Any = None) -> list[A
         for i, operand in enumerate(op.operands):
             copy.operands[i] = values.get(operand, operand)
         values.update(zip(op.operation.results, copy.results, strict=True))
-    return [values.get(operand, operand) for operand in last.operands]
+    return values
 
 
 def put_functions(module: Any, text: str) -> None:

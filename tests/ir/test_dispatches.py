@@ -57,6 +57,15 @@ class Product(torch.nn.Module):
         return x @ y
 
 
+class Chosen(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(8, 64, 48))
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x, self.weight[chosen].transpose(1, 2))
+
+
 class Soft(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.softmax(x, -1)
@@ -98,6 +107,15 @@ def test_softmax_is_five_operations_an_element(dtype: torch.dtype, size: int) ->
 def test_the_arithmetic_of_a_convolution_is_in_one_of_its_programs() -> None:
     found = listed(Convolved(), torch.ones(1, 8, 18, 18))
     assert max(d.flops or 0 for d in found) == 2 * 16 * 8 * 9 * 16 * 16
+
+
+def test_matrices_that_are_chosen_are_not_copied() -> None:
+    found = listed(Chosen(), torch.ones(5, 16, 48), torch.zeros(5, dtype=torch.int64))
+    product, *others = sorted(found, key=lambda d: "matmul" not in d.name)
+    assert (product.nbytes, product.flops) == (None, 2 * 5 * 16 * 64 * 48)
+    at_load = [d for d in others if d.name.startswith("_initializer")]
+    assert [d.nbytes for d in at_load] == [2 * 4 * 8 * 64 * 48], "packed once"
+    assert max(d.nbytes or 0 for d in others if d not in at_load) < 1000, "indices alone"
 
 
 def test_what_depends_on_sizes_is_unknown() -> None:
