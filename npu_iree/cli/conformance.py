@@ -1,10 +1,11 @@
-"""`npu-iree conformance`: prove a target against PyTorch's own table of operators."""
+"""`npu-iree conformance`: prove a target, op by op, and by random programs of several."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -25,52 +26,78 @@ from npu_iree.errors import NpuIreeError, OptionError
 from npu_iree.targets import find_target
 
 app = typer.Typer(
-    no_args_is_help=True, help="Prove a target against PyTorch's own table of operators."
+    no_args_is_help=True,
+    help="Prove a target by PyTorch's own operators, and programs of them.",
 )
 console = Console()
 
 
+Target = Annotated[str, typer.Option(help="an installed target")]
+Device = Annotated[str, typer.Option(help="compile, or npu: op by op on the PyTorch device")]
+Jobs = Annotated[int, typer.Option("-j", "--jobs", min=1, help="processes")]
+Limit = Annotated[float, typer.Option(help="seconds that a case may take")]
+Journal = Annotated[Path | None, typer.Option(help="JSON lines; a stopped run goes on from it")]
+Json = Annotated[Path | None, typer.Option("--json", help="file for all verdicts")]
+Junit = Annotated[Path | None, typer.Option(help="file for JUnit XML")]
+
+
 @app.command("ops")
 def ops(
-    target: Annotated[str, typer.Option(help="an installed target")] = "npu-local",
+    target: Target = "npu-local",
     dtype: DTypes = F32,
     filter_: Filter = EVERYTHING,
     samples: Annotated[str, typer.Option(help="sample inputs of an entry, or all")] = "4",
-    device: Annotated[
-        str, typer.Option(help="compile, or npu: op by op on the PyTorch device")
-    ] = "compile",
-    jobs: Annotated[int, typer.Option("-j", "--jobs", min=1, help="processes")] = 2,
-    limit: Annotated[float, typer.Option(help="seconds that a case may take")] = 120.0,
+    device: Device = "compile",
+    jobs: Jobs = 2,
+    limit: Limit = 120.0,
     forward_only: Annotated[bool, typer.Option(help="compare no gradients in f32")] = False,
-    journal: Annotated[
-        Path | None, typer.Option(help="JSON lines; a stopped run goes on from it")
-    ] = None,
-    json_: Annotated[Path | None, typer.Option("--json", help="file for all verdicts")] = None,
-    junit: Annotated[Path | None, typer.Option(help="file for JUnit XML")] = None,
+    journal: Journal = None,
+    json_: Json = None,
+    junit: Junit = None,
 ) -> None:
     """Run PyTorch's operator database (`op_db`) through torch.compile and compare with eager."""
-    if device not in ("compile", "npu"):
-        raise OptionError(f"--device is compile or npu, not {device!r}")
-    find_target(target)
+    from npu_iree.conformance.eager import judge_eager
+    from npu_iree.conformance.judge import judge
+
+    _check(target, device)
     count = 0 if samples == "all" else _count(samples)
     try:
         trained = () if forward_only else ("f32",)
         todo = list(cases(dtype, pattern=filter_, samples=count, backward=trained))
     except ImportError as error:
         raise NpuIreeError(f"PyTorch's operator database needs more: {error}") from error
-    verdicts: list[Verdict] = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("operators", total=len(todo))
-        found = run_cases(
-            todo, target, jobs=jobs, limit_s=limit, journal=journal, eager=device == "npu"
-        )
-        for verdict in found:
-            verdicts.append(verdict)
-            progress.update(task, advance=1, description=verdict.key)
-    _write(verdicts, target, json_, junit)
-    _print(verdicts)
-    if any(v.outcome in report.BAD for v in verdicts):
-        raise SystemExit(1)
+    on_npu = device == "npu"  # there, cases share kernels: the cache stays on
+    judged_by = functools.partial(judge_eager if on_npu else judge, target=target)
+    found = run_cases(todo, judged_by, jobs=jobs, limit_s=limit, journal=journal, cached=on_npu)
+    _conclude(_watched("operators", len(todo), found), target, json_, junit)
+
+
+@app.command("programs")
+def programs(
+    target: Target = "npu-local",
+    seed: Annotated[int, typer.Option(min=0, help="the first program")] = 0,
+    count: Annotated[int, typer.Option(min=1, help="how many programs, a seed each")] = 100,
+    dynamic: Annotated[bool, typer.Option(help="with symbols for sizes, two sizes each")] = False,
+    device: Device = "compile",
+    jobs: Jobs = 2,
+    limit: Limit = 600.0,
+    journal: Journal = None,
+    json_: Json = None,
+    junit: Junit = None,
+) -> None:
+    """Run random programs of some ten ops, gradients and writes in place among them.
+
+    One that differs from eager is cut down, and its shortest form told.
+    """
+    from npu_iree.conformance.judge_programs import judge_program
+    from npu_iree.conformance.programs import draw_program
+
+    _check(target, device)
+    todo = [draw_program(s) for s in range(seed, seed + count)]
+    judged_by = functools.partial(judge_program, target=target, device=device, dynamic=dynamic)
+    cached = device == "npu"
+    found = run_cases(todo, judged_by, jobs=jobs, limit_s=limit, journal=journal, cached=cached)
+    _conclude(_watched("programs", len(todo), found), target, json_, junit)
 
 
 @app.command("diff")
@@ -82,6 +109,33 @@ def diff(before: Path, after: Path) -> None:
         table.add_row(*map(escape, row))
     console.print(table if rows else "the runs are the same")
     if any(OUTCOMES.index(b) > OUTCOMES.index(a) for _, a, b in rows if "-" not in (a, b)):
+        raise SystemExit(1)
+
+
+def _check(target: str, device: str) -> None:
+    if device not in ("compile", "npu"):
+        raise OptionError(f"--device is compile or npu, not {device!r}")
+    find_target(target)
+
+
+def _watched(what: str, total: int, verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """List verdicts as they come, behind a progress bar."""
+    listed = []
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        for verdict in verdicts:
+            listed.append(verdict)
+            progress.update(task, advance=1, description=verdict.key)
+    return listed
+
+
+def _conclude(
+    verdicts: Sequence[Verdict], target: str, json_: Path | None, junit: Path | None
+) -> None:
+    """Write and print what was found; exit code 1 if anything went wrong."""
+    _write(verdicts, target, json_, junit)
+    _print(verdicts)
+    if any(v.outcome in report.BAD for v in verdicts):
         raise SystemExit(1)
 
 
@@ -115,6 +169,6 @@ def _print(verdicts: Sequence[Verdict]) -> None:
         table.add_row(dtype, *(str(counts[o]) for o in OUTCOMES), *shares)
     for verdict in verdicts:
         if verdict.outcome in report.BAD:
-            line = verdict.detail.splitlines()[0] if verdict.detail else ""
-            console.print(escape(f"{verdict.outcome}: {verdict.key}: {line}"), soft_wrap=True)
+            told = escape(f"{verdict.outcome}: {verdict.key}: {verdict.detail}")
+            console.print(told, soft_wrap=True)
     console.print(table)

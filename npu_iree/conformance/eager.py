@@ -8,7 +8,7 @@ from typing import Any
 from torch._dynamo.utils import counters
 
 from npu_iree.conformance.cases import LOOSER, Case, database
-from npu_iree.conformance.judge import differences, error_line, take_samples
+from npu_iree.conformance.judge import Attempt, differences, error_line, take_samples
 from npu_iree.conformance.observe import observed, over
 from npu_iree.conformance.pool import Progress
 from npu_iree.conformance.verdict import OUTCOMES, Verdict
@@ -59,5 +59,11 @@ def _try(case: Case, function: Function, sample: Any, backward: bool) -> tuple[s
         return "error", error_line(error)
     for problem in differences(actual, expected, LOOSER.get(case.name, 1)).values():
         return "wrong", problem
+    ran = where_kernels_ran()
+    return ran.outcome, ", ".join(ran.details)
+
+
+def where_kernels_ran() -> Attempt:
+    """Say whether all kernels since the counters were cleared ran on the device."""
     on_host = [name.removeprefix("host ") for name in counters["npu_iree"] if "host " in name]
-    return ("host", ", ".join(on_host)) if on_host else ("device", "")
+    return Attempt("host" if on_host else "device", on_host)

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from lowering.decompositions.halves import HALVES
 from lowering.dtypes import DTYPES
+from lowering.plan import Plan
 from npu_iree.conformance.cases import LOOSER, Case, database
 from npu_iree.conformance.observe import observed, over
 from npu_iree.conformance.pool import Progress
@@ -48,7 +49,7 @@ def judge(case: Case, target: str, progress: Progress) -> Verdict:
 
 
 @dataclass(frozen=True)
-class _Attempt:
+class Attempt:
     """What came of compiling some samples as one graph.
 
     Attributes:
@@ -80,7 +81,7 @@ def take_samples(case: Case) -> tuple[list[Any], str]:
     return taken, problem
 
 
-def _try(case: Case, samples: Sequence[Any], target: str) -> _Attempt:
+def _try(case: Case, samples: Sequence[Any], target: str) -> Attempt:
     function = over(database()[case.position].op)
     expected = observed(case, function, samples)
     torch._dynamo.reset()
@@ -92,22 +93,29 @@ def _try(case: Case, samples: Sequence[Any], target: str) -> _Attempt:
         with recorded_plans() as plans:
             actual = observed(case, compiled, samples)
     except Exception as error:  # a case may fail in any way; the next one must not notice
-        return _Attempt("error", [error_line(error)])
+        return Attempt("error", [error_line(error)])
     problems = differences(actual, expected, LOOSER.get(case.name, 1))
     if problems and DTYPES[case.dtype] in HALVES:
         exact = observed(case, function, [_widened(s) for s in samples])
-        problems = {i: p for i, p in problems.items() if not _rounds(i, actual, expected, exact)}
+        problems = {
+            i: p for i, p in problems.items() if not rounds_as_eager(i, actual, expected, exact)
+        }
     if problems:
-        return _Attempt("wrong", [next(iter(problems.values()))])
+        return Attempt("wrong", [next(iter(problems.values()))])
+    return where_it_ran(plans)
+
+
+def where_it_ran(plans: Sequence[Plan]) -> Attempt:
+    """Say whether all of what was compiled, and was right, runs on the device."""
     if breaks := counters["graph_break"]:
-        return _Attempt("host", [f"graph break: {_first_line(text)}" for text in breaks])
+        return Attempt("host", [f"graph break: {_first_line(text)}" for text in breaks])
     if not plans:
-        return _Attempt("host", ["nothing was captured"])
+        return Attempt("host", ["nothing was captured"])
     unable = [op for plan in plans for op in plan.host_ops if op.is_inability]
     if unable:
         details = [f"{op.op}: {_first_line(op.reason)}" for op in unable]
-        return _Attempt("host", details, is_clear=True)
-    return _Attempt("device", is_clear=True)
+        return Attempt("host", details, is_clear=True)
+    return Attempt("device", is_clear=True)
 
 
 def differences(actual: list[Any], expected: list[Any], looser: int) -> dict[int, str]:
@@ -128,7 +136,7 @@ def differences(actual: list[Any], expected: list[Any], looser: int) -> dict[int
     return found
 
 
-def _rounds(i: int, actual: list[Any], expected: list[Any], exact: list[Any]) -> bool:
+def rounds_as_eager(i: int, actual: list[Any], expected: list[Any], exact: list[Any]) -> bool:
     """Say whether a result of halves differs from eager's only in how it was rounded.
 
     Eager rounds after each of its ops, a compiled graph after others. What counts is how far both

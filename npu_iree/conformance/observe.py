@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
-from npu_iree.conformance.cases import Case
+
+class Tried(Protocol):
+    """An entry of `op_db`, or a program."""
+
+    @property
+    def name(self) -> str:
+        """What it is known by."""
+
+    @property
+    def key(self) -> str:
+        """What a journal knows it by."""
+
+    @property
+    def backward(self) -> bool:
+        """Whether its gradients are compared, too."""
+
 
 Calls = Sequence[tuple[Any, Sequence[Any], dict[str, Any]]]  # value, args, kwargs of each
 
@@ -24,7 +39,7 @@ def over(operator: Callable[..., Any]) -> Callable[[Calls], list[Any]]:
 
 
 def observed(
-    case: Case,
+    case: Tried,
     function: Callable[[Calls], list[Any]],
     samples: Sequence[Any],
     *,

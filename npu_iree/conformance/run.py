@@ -6,39 +6,42 @@ import functools
 import json
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TypeVar
 
-from npu_iree.conformance.cases import Case
+from npu_iree.conformance.observe import Tried
 from npu_iree.conformance.pool import Died, Progress, run_all
 from npu_iree.conformance.verdict import Verdict
 from npu_iree.settings import turn_cache_off
 
+_Tried = TypeVar("_Tried", bound=Tried)
+
 
 def run_cases(
-    cases: Sequence[Case],
-    target: str,
+    cases: Sequence[_Tried],
+    judge: Callable[..., Verdict],
     *,
     jobs: int,
     limit_s: float,
     journal: Path | None = None,
-    eager: bool = False,
+    cached: bool = False,
 ) -> Iterator[Verdict]:
     """Try cases, and give each verdict as it comes, those of the journal first.
 
     Args:
         cases: what to try.
-        target: name of an installed target.
+        judge: a module's function, or a partial one, of a case and `progress`.
         jobs: how many processes.
         limit_s: seconds that a case may take before its process is killed: a hang.
         journal: a file that takes each verdict at once; those in it are not tried again.
-        eager: op by op on the PyTorch device "npu", instead of by `torch.compile`.
+        cached: whether compiled code is taken from the cache, and kept there.
     """
     known = read_journal(journal)
     yield from (known[case.key] for case in cases if case.key in known)
     todo = [case for case in cases if case.key not in known]
-    function = functools.partial(_judge, target=target, eager=eager)
+    function = functools.partial(_judge, judge=judge, cached=cached)
     for case, answer in run_all(function, todo, workers=jobs, limit_s=limit_s):
         verdict = _died(case, answer) if isinstance(answer, Died) else answer
         if journal is not None:
@@ -68,20 +71,17 @@ def read_journal(journal: Path | None) -> dict[str, Verdict]:
     return known
 
 
-def _judge(case: Case, progress: Progress, *, target: str, eager: bool) -> Verdict:
+def _judge(
+    case: Tried, progress: Progress, *, judge: Callable[..., Verdict], cached: bool
+) -> Verdict:
     """Judge a case in a process of its own, to whose log nobody listens."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    if eager:
-        from npu_iree.conformance.eager import judge_eager
-
-        return judge_eager(case, target, progress)  # cases share kernels: the cache stays on
-    from npu_iree.conformance.judge import judge
-
-    turn_cache_off()
-    return judge(case, target, progress)
+    if not cached:
+        turn_cache_off()
+    return judge(case, progress=progress)
 
 
-def _died(case: Case, died: Died) -> Verdict:
+def _died(case: Tried, died: Died) -> Verdict:
     outcome = "hang" if died.how.startswith("no answer") else "crash"
     return Verdict(case.key, outcome, f"{died.during}: {died.how}")

@@ -1,0 +1,125 @@
+"""Random programs: right ones pass, and one that goes wrong is cut down to what matters."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from npu_iree.conformance import judge_programs
+from npu_iree.conformance.judge_programs import judge_program
+from npu_iree.conformance.programs import Program, Statement, draw_program
+from npu_iree.conformance.run import read_journal
+
+COMMAND = (str(Path(sys.executable).parent / "npu-iree"), "conformance", "programs")
+LONG = Program(
+    seed=7,
+    rank=2,
+    size=4,
+    style="in place",
+    statements=(
+        Statement("v0", "x + y"),
+        Statement("v1", "v0.flip(1)"),
+        Statement("", "y.mul_(0.5)"),
+        Statement("v2", "v1.sin()"),
+        Statement("v3", "v2.transpose(0, 1)"),
+    ),
+    results=("v0", "v3"),
+)
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(args, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--target", "npu-virtual"), ("--dynamic",), ("--device", "npu")],
+    ids=lambda options: options[0],
+)
+def test_programs_give_the_numbers_of_eager(options: tuple[str, ...], tmp_path: Path) -> None:
+    verdicts = tmp_path / "verdicts"
+    done = run(*COMMAND, "--count", "6", "--json", str(verdicts), *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    outcomes = [v.outcome for v in read_journal(verdicts).values()]
+    assert len(outcomes) == 6
+    assert "device" in outcomes
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("options", [(), ("--dynamic",), ("--device", "npu")])
+def test_many_programs_give_the_numbers_of_eager(options: tuple[str, ...]) -> None:
+    done = run(*COMMAND, "--count", "400", "--seed", "1000", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_seed_draws_the_same_program_again() -> None:
+    drawn = [draw_program(seed) for seed in range(20)]
+    assert drawn == [draw_program(seed) for seed in range(20)]
+    assert len({program.source for program in drawn}) == 20
+    assert {program.style for program in drawn} == {"forward", "backward", "in place"}
+
+
+def test_a_statement_is_left_out_with_its_operand_in_its_place() -> None:
+    (dropped,) = (p for p in LONG.shorter() if len(p.statements) == 4 and "flip" not in p.source)
+    assert "v2 = v0.sin()" in dropped.source
+    for shorter in LONG.shorter():
+        shorter.function()(*shorter.inputs(0))
+
+
+class _SinesAreCosines(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return (torch.cos if function is torch.Tensor.sin else function)(*args, **(kwargs or {}))
+
+
+def test_a_program_that_goes_wrong_is_told_as_its_shortest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lie(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+        def compiled(*args: Any) -> Any:
+            with _SinesAreCosines():
+                return function(*args)
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", lie)
+    said: list[str] = []
+    verdict = judge_program(LONG, "npu-local", said.append, device="compile", dynamic=False)
+    assert verdict.outcome == "wrong"
+    assert said[0] == LONG.source
+    shortest = replace(LONG, statements=(Statement("v2", "x.sin()"),), results=("v2",))
+    assert verdict.detail.endswith(shortest.source)
+
+
+def test_an_error_is_told_with_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+        def compiled(calls: Any) -> Any:
+            raise RuntimeError("no flips")
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    verdict = judge_program(LONG, "npu-local", print, device="compile", dynamic=False)
+    assert verdict.outcome == "error"
+    assert verdict.detail.startswith("RuntimeError: no flips\ndef program(x, y, p, i):")
+
+
+def test_values_that_only_rounding_tells_apart_are_not_wrong() -> None:
+    """A sum in another order is another number; so is the maximum of two that are the same."""
+    statements = (Statement("v0", "x.exp().sum(0, keepdim=True) - y"),)
+    program = replace(LONG, style="forward", statements=statements, results=("v0",))
+    inputs = program.inputs(1)
+    expected = judge_programs._observe(program, judge_programs.over(program.function()), inputs)
+    off = [t * (1 + 1e-6) for t in expected]
+    assert not judge_programs._problem(program, 4, 1, off)
+    assert judge_programs._problem(program, 4, 1, [t * 1.01 for t in expected])
