@@ -217,6 +217,18 @@ def _with_sign(size: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.where(x < 0, -size, torch.where(x == 0, x, size))
 
 
+def lerp(start: torch.Tensor, end: torch.Tensor, weight: Any) -> Any:
+    """Decompose `aten.lerp`: from the nearer end, as eager does.
+
+    PyTorch's own decomposition lays its result out anew, by an op that nobody lowers.
+    """
+    apart = end - start
+    if isinstance(weight, torch.Tensor):
+        near = weight.abs() < 0.5
+        return torch.where(near, start + weight * apart, end - (1 - weight) * apart)
+    return start + weight * apart if abs(weight) < 0.5 else end - (1 - weight) * apart
+
+
 DECOMPOSITIONS = {
     aten.acosh.default: acosh,
     aten.angle.default: angle,
@@ -229,6 +241,8 @@ DECOMPOSITIONS = {
     aten.fmax.default: fmax,
     aten.fmin.default: fmin,
     aten.hypot.default: hypot,
+    aten.lerp.Scalar: lerp,
+    aten.lerp.Tensor: lerp,
     aten.log10.default: log10,
     aten.log1p.default: log1p,
     aten.logaddexp.default: logaddexp,

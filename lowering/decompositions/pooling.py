@@ -137,7 +137,10 @@ def avg_pool_backward(
     After:  %1 = %g / 9, spread with a zero between any two elements and padded by 1;
             avg_pool2d(%1, [3, 3], [1, 1], divisor_override=1)
     """
-    if not are_pooled(x.shape[-rank:]) or not x.dtype.is_floating_point:
+    if not x.dtype.is_floating_point or 0 in x.shape[-rank:]:
+        return _UNCHANGED
+    is_even = not ceil_mode and (count_include_pad or not any(padding))
+    if not (is_even or divisor_override or are_known(x.shape[-rank:])):
         return _UNCHANGED
     pool = _Windows.of(x.shape[-rank:], kernel_size, stride, padding, ceil_mode)
     part = gradient / pool.divisors(x.device, count_include_pad, divisor_override)
@@ -231,6 +234,7 @@ class _Windows:
         steps: from one to the next.
         pads: on both sides.
         counts: how many there are.
+        ceil_mode: whether the last may end behind the padding.
     """
 
     sizes: list[int]
@@ -238,6 +242,7 @@ class _Windows:
     steps: list[int]
     pads: list[int]
     counts: list[int]
+    ceil_mode: bool
 
     @classmethod
     def of(
@@ -253,7 +258,8 @@ class _Windows:
             of_each(v, rank) for v in (kernel_size, stride or kernel_size, padding)
         )
         given = zip(sizes, kernel, steps, pads, strict=True)
-        return cls([*sizes], kernel, steps, pads, [_places(*each, 1, ceil_mode) for each in given])
+        counts = [_places(*each, 1, ceil_mode) for each in given]
+        return cls([*sizes], kernel, steps, pads, counts, ceil_mode)
 
     def amounts(self) -> list[int]:
         """Return what to pad by, last dimension first, so that the windows cover all there is."""
@@ -275,6 +281,9 @@ class _Windows:
         product: Any = 1
         for i, (size, k, step, pad, count) in enumerate(self._each()):
             beyond = pad if count_include_pad else 0  # what counts of the padding
+            if beyond == pad and not self.ceil_mode:
+                product = product * k
+                continue
             first, last = -pad, (count - 1) * step - pad + k
             if first >= -beyond and last <= size + beyond:
                 product = product * k

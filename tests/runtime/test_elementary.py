@@ -128,3 +128,15 @@ def test_a_nan_is_seen_beside_an_infinity_and_as_a_bound() -> None:
 
     x = torch.tensor(SPECIAL)
     assert_same(torch.compile(functions, backend="npu_iree")(x), functions(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_between_two_values_that_lie_otherwise(dtype: torch.dtype) -> None:
+    def between(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.lerp(x.t(), y, 0.3), torch.lerp(x, y.t(), 0.9), torch.lerp(x.t(), y, w)]
+
+    compiled = torch.compile(between, backend="npu_iree", options={"fallback": "error"})
+    values = torch.tensor(SPECIAL, dtype=dtype)
+    x, y = torch.broadcast_tensors(values[:, None], values)
+    weight = torch.linspace(-0.5, 1.5, len(values)).to(dtype)
+    assert_same(compiled(x, y, weight), between(x, y, weight))

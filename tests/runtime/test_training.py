@@ -115,6 +115,18 @@ def test_the_elements_that_are_the_maximum_are_known_in_the_backward_pass() -> N
     check(largest, torch.randn(8, 8, 8, generator=torch.Generator().manual_seed(0)))
 
 
+@pytest.mark.parametrize("amounts", [(3, 1, 1), (2, 2, 0), (3, 2, 1)])
+def test_an_average_pool_of_images_of_any_size(amounts: tuple[int, int, int]) -> None:
+    def pooled(x: torch.Tensor) -> torch.Tensor:
+        return F.avg_pool2d(x, *amounts)
+
+    options = {"fallback": "error"}
+    compiled = torch.compile(pooled, backend="npu_iree", dynamic=True, options=options)
+    for shape in ((2, 4, 9, 9), (3, 4, 12, 8), (2, 3, 17, 15)):
+        x = torch.randn(shape)
+        assert_same(gradients(compiled, x), gradients(pooled, x))
+
+
 def test_a_convolution_whose_padding_differs_on_both_sides() -> None:
     """Dynamic sizes: what is added on one side is a symbol, and negative in the backward pass."""
 
