@@ -36,14 +36,15 @@ def grouped_mm(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> tor
     Returns:
         `[S, N]`; rows after the last group are zeros.
     """
+    if x.shape[0] == 0:
+        return x.new_zeros(0, weight.shape[2])
     row = torch.arange(x.shape[0], device=x.device)
     is_grouped = (row < ends[-1])[:, None]
     if weight.shape[0] == 1:
         return torch.where(is_grouped, torch.mm(x, weight[0]), 0)
     blocks = _Blocks.of(x.shape[0], ends, _SIZES, _FREE)
-    taken = torch.index_select(x, 0, blocks.rows.flatten()).view(-1, blocks.size, x.shape[1])
-    chosen = _chosen(weight, blocks.owners)
-    product = torch.bmm(taken, chosen).view(-1, weight.shape[2])
+    product = torch.bmm(blocks.of_each(x), _chosen(weight, blocks.owners))
+    product = product.view(-1, weight.shape[2])
     found = torch.index_select(product, 0, blocks.place_of(row))
     return torch.where(is_grouped, found, 0)
 
@@ -59,14 +60,13 @@ def grouped_outer(x: torch.Tensor, y: torch.Tensor, ends: torch.Tensor) -> torch
     Returns:
         `[G, K, N]`; a group without rows has zeros.
     """
-    blocks = _Blocks.of(x.shape[0], ends, _SIZES_OF_SUMS, _FREE_OF_SUMS)
-    kept = blocks.are_filled()[:, :, None]
-    left, right = (
-        torch.where(kept, aten.index.Tensor(value, [blocks.rows]), 0) for value in (x, y)
-    )
-    sums = torch.bmm(left.transpose(1, 2), right)
     start = x.new_zeros(ends.shape[0], x.shape[1], y.shape[1])
-    return torch.index_add(start, 0, blocks.owners, sums)
+    if x.shape[0] == 0:
+        return start
+    blocks = _Blocks.of(x.shape[0], ends, _SIZES_OF_SUMS, _FREE_OF_SUMS)
+    is_of_group = (blocks.rows < blocks.ends[blocks.owners][:, None])[:, :, None]
+    left, right = (torch.where(is_of_group, blocks.of_each(value), 0) for value in (x, y))
+    return torch.index_add(start, 0, blocks.owners, torch.bmm(left.transpose(1, 2), right))
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class _Blocks:
         ends: `[G]`: the row after its last.
         firsts: `[G]`: the first block of each group.
         owners: `[B]`: the group of each block.
-        rows: `[B, size]`: its rows, of which those after the group's last are any.
+        rows: `[B, size]`: its rows, beyond the group's last, too.
     """
 
     size: int
@@ -112,20 +112,25 @@ class _Blocks:
         owners = _count_up_to(block_ends, block)
         first = starts[owners] + (block - firsts[owners]) * size
         each = first[:, None] + torch.arange(size, device=ends.device)
-        return cls(size, starts, ends, firsts, owners, each.clamp(0, rows - 1))
+        return cls(size, starts, ends, firsts, owners, each)
+
+    def of_each(self, x: torch.Tensor) -> torch.Tensor:
+        """Take the rows of each block, and any in the place of those beyond the group's last.
+
+        Args:
+            x: `[S, K]`.
+
+        Returns:
+            `[B, size, K]`.
+        """
+        rows = self.rows.clamp(0, x.shape[0] - 1).flatten()
+        return torch.index_select(x, 0, rows).view(-1, self.size, x.shape[1])
 
     def place_of(self, row: torch.Tensor) -> torch.Tensor:
         """Tell where rows are among those of all blocks, one after the other."""
         group = _count_up_to(self.ends, row)
         place = self.firsts[group] * self.size + row - self.starts[group]
         return place.clamp(0, self.rows.shape[0] * self.size - 1)
-
-    def are_filled(self) -> torch.Tensor:
-        """Say which rows of the blocks are of their groups: `[B, size]` of bool."""
-        block = torch.arange(self.owners.shape[0], device=self.owners.device)
-        first = self.starts[self.owners] + (block - self.firsts[self.owners]) * self.size
-        each = first[:, None] + torch.arange(self.size, device=self.owners.device)
-        return each < self.ends[self.owners][:, None]
 
 
 def _most(rows: Any, groups: int, size: int) -> Any:

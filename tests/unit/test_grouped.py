@@ -16,7 +16,7 @@ assert transformers.integrations.moe
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_groups_of_any_sizes(data: st.DataObject) -> None:
-    rows, groups = data.draw(st.sampled_from([1, 2, 5, 40, 300])), data.draw(st.integers(1, 6))
+    rows, groups = data.draw(st.sampled_from([0, 1, 2, 5, 40, 300])), data.draw(st.integers(1, 6))
     cuts = st.lists(st.integers(0, rows), min_size=groups, max_size=groups)
     ends = torch.tensor(sorted(data.draw(cuts)), dtype=torch.int32)
     x, weight = torch.randn(rows, 3), torch.randn(groups, 3, 4)
