@@ -155,7 +155,7 @@ def _save_compared(graph: fx.Graph, results: int) -> None:
     floats = [n for n in compared if n.args[0].meta["val"].dtype.is_floating_point]
     for node in _needed_for(floats, but_not_beyond=forward) & forward:
         if node.op == "call_function":
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
 
 
 def _read_again(graph: fx.Graph) -> None:
@@ -167,7 +167,7 @@ def _read_again(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.index_select.default):
         read, source = (n.meta["val"].numel() for n in (node, node.all_input_nodes[0]))
         if size_hint(read) > size_hint(source):
-            node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+            node.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def _needed_for(values: Sequence[Any], but_not_beyond: Collection[fx.Node] = ()) -> set[fx.Node]:
