@@ -28,6 +28,7 @@ from lowering.stages.separate_weights import separate_weights
 from lowering.stages.separate_writes import separate_writes
 from lowering.stages.sort_nans import sort_nans
 from lowering.stages.store_exponentials import store_exponentials
+from lowering.stages.sum_products import sum_products
 from lowering.stages.symbols import inside, symbol_of
 
 
@@ -68,6 +69,7 @@ def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) 
         if _is_for_cpu(options):
             read_by_rows(module, session.features)
             store_exponentials(module, session.features)
+            sum_products(module)
             _check_bindings(module)
 
 
