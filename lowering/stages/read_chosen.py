@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,13 +117,13 @@ class _Choice:
         reader: the op that copies them.
         matrices: what they are chosen from, `[G, K, N]`.
         is_transposed: whether that is `[G, N, K]`.
-        index: in the body of the reader, what tells which.
+        index: the ops in the body of the reader that compute which, in order.
     """
 
     reader: Any
     matrices: Any
     is_transposed: bool
-    index: Any
+    index: Sequence[Any]
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ def _choice_of(value: Any) -> _Choice | None:
     """Return what matrices are chosen from, before or after they are transposed."""
     before = transposed(value, rank=3)
     value = value if before is None else before
-    if maker_of(value) != "linalg.generic" or (index := _index_of_matrix(value.owner)) is None:
+    if maker_of(value) != "linalg.generic" or not (index := _index_of(value.owner)):
         return None
     op = value.owner
     (read,) = (o for o in op.regions[0].blocks[0].operations if o.name == "tensor.extract")
@@ -211,15 +211,15 @@ def _choice_of(value: Any) -> _Choice | None:
     return _Choice(op, matrices, (before is None) != (after is None), index)
 
 
-def _index_of_matrix(op: Any) -> Any:
-    """Return what an op reads whole matrices by, in its body; None if that is not all it does.
+def _index_of(op: Any) -> Sequence[Any]:
+    """Return the ops that compute what an op reads whole matrices by; none if it does otherwise.
 
     It is `%y[b, i, j] = %w[f(%index[b]), i, j]`.
     """
     from iree.compiler import ir
 
     if len(inputs_of(op)) != 1 or len(op.results) != 1:
-        return None
+        return ()
     by_block, own = (ir.AffineMapAttr(a).value for a in op.attributes["indexing_maps"])
     body = op.regions[0].blocks[0]
     *_, end = body.operations
@@ -230,11 +230,9 @@ def _index_of_matrix(op: Any) -> Any:
         and len(reads) == 1
         and list(end.operands) == [reads[0].results[0]]
     ):
-        return None
+        return ()
     _, index, *others = reads[0].operands
-    if [_loop_of(other) for other in others] != [1, 2] or _makers(index, body) is None:
-        return None
-    return index
+    return _makers(index, body) if [_loop_of(other) for other in others] == [1, 2] else ()
 
 
 def _loop_of(value: Any) -> int | None:
@@ -243,21 +241,21 @@ def _loop_of(value: Any) -> int | None:
     return int(value.owner.attributes["dim"].value) if is_index else None
 
 
-def _makers(value: Any, body: Any) -> list[Any] | None:
+def _makers(value: Any, body: Any) -> Sequence[Any]:
     """List the ops of a body that make a number of its first argument, in order.
 
-    None if there are others than arithmetic.
+    None of them if there are others than arithmetic.
     """
     needed, makers = {value}, []
     for op in reversed([inner.operation for inner in body.operations]):
         if not needed.intersection(op.results):
             continue
         if not op.name.startswith("arith."):
-            return None
+            return ()
         makers.append(op)
         needed.update(op.operands)
     inside = [v for v in needed if v.owner == body]
-    return makers[::-1] if inside == [body.arguments[0]] else None
+    return makers[::-1] if inside == [body.arguments[0]] else ()
 
 
 def _is_zeros(value: Any) -> bool:
@@ -283,9 +281,8 @@ def _indices(product: _Product) -> Any:
     block = chosen.owner.regions[0].blocks[0]
     (end,) = block.operations
     with ir.InsertionPoint(end), product.op.operation.location:
-        values = clones(_makers(choice.index, body) or [], {body.arguments[0]: block.arguments[0]})
-        i64 = ir.IntegerType.get_signless(64)
-        index = values.get(choice.index, choice.index)
+        values = clones(choice.index, {body.arguments[0]: block.arguments[0]})
+        i64, index = ir.IntegerType.get_signless(64), values[choice.index[-1].results[0]]
         cast = ir.Operation.create("arith.index_cast", results=[i64], operands=[index])
     end.operation.operands[0] = cast.result
     return chosen

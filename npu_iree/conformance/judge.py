@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -84,11 +84,7 @@ def take_samples(case: Case) -> tuple[list[Any], str]:
 def _try(case: Case, samples: Sequence[Any], target: str) -> Attempt:
     function = over(database()[case.position].op)
     expected = observed(case, function, samples)
-    torch._dynamo.reset()
-    counters.clear()
-    compiled = torch.compile(
-        function, backend="npu_iree", options={"target": target, "rng": "host"}
-    )
+    compiled = compiled_anew(function, target)
     try:
         with recorded_plans() as plans:
             actual = observed(case, compiled, samples)
@@ -103,6 +99,22 @@ def _try(case: Case, samples: Sequence[Any], target: str) -> Attempt:
     if problems:
         return Attempt("wrong", [next(iter(problems.values()))])
     return where_it_ran(plans)
+
+
+def compiled_anew(
+    function: Callable[..., Any], target: str, *, dynamic: bool = False
+) -> Callable[..., Any]:
+    """Compile for a target what nothing is known of, with counters at zero.
+
+    Args:
+        function: what `over` returned.
+        target: name of an installed target.
+        dynamic: whether sizes are symbols from the first call on.
+    """
+    torch._dynamo.reset()
+    counters.clear()
+    options: dict[str, Any] = {"target": target, "rng": "host"}
+    return torch.compile(function, backend="npu_iree", dynamic=dynamic or None, options=options)
 
 
 def where_it_ran(plans: Sequence[Plan]) -> Attempt:
@@ -137,7 +149,7 @@ def differences(actual: list[Any], expected: list[Any], looser: int) -> dict[int
 
 
 def rounds_as_eager(i: int, actual: list[Any], expected: list[Any], exact: list[Any]) -> bool:
-    """Say whether a result of halves differs from eager's only in how it was rounded.
+    """Say whether a result differs from eager's only in how it was rounded.
 
     Eager rounds after each of its ops, a compiled graph after others. What counts is how far both
     are from what wider floats give, in parts of the largest value (the rule of PyTorch's own

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._dynamo.utils import counters
 
 from npu_iree.conformance.eager import where_kernels_ran
 from npu_iree.conformance.judge import (
     Attempt,
+    compiled_anew,
     differences,
     error_line,
     rounds_as_eager,
@@ -71,15 +71,9 @@ def _alike(one: Attempt, other: Attempt) -> bool:
 
 def _try(program: Program, *, target: str, device: str, dynamic: bool) -> Attempt:
     function = over(program.function())
-    torch._dynamo.reset()
-    counters.clear()
-    compiled, where = function, device
-    if device == "compile":
-        options: dict[str, Any] = {"target": target, "rng": "host"}
-        where, compiled = (
-            "cpu",
-            torch.compile(function, backend="npu_iree", dynamic=dynamic or None, options=options),
-        )
+    compiled, where = compiled_anew(function, target, dynamic=dynamic), "cpu"
+    if device == "npu":
+        compiled, where = function, device
     sizes = (program.size, program.size + 2) if dynamic else (program.size,)
     try:
         with recorded_plans() as plans:
