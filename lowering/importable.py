@@ -95,7 +95,8 @@ class _Writer:
 def _make_tensors(writer: _Writer, node: fx.Node) -> None:
     """Make tensors of the numbers that an op takes for tensors, if it does not take those.
 
-    torch-mlir takes numbers that are known, but none with complex tensors.
+    torch-mlir takes numbers that are known, but none with complex tensors, and as f32 what is the
+    first of two operands: of `0.1 - x` in f64, half of the digits are lost.
     """
     taken = zip(node.args, node.target._schema.arguments, strict=False)  # type: ignore[union-attr]
     numbers = {
@@ -106,7 +107,8 @@ def _make_tensors(writer: _Writer, node: fx.Node) -> None:
     }
     result = node.meta["val"]
     is_complex = isinstance(result, torch.Tensor) and result.is_complex()
-    if not is_complex and all(isinstance(n, (bool, int, float)) for n in numbers.values()):
+    are_taken = all(isinstance(n, (bool, int, float)) for n in numbers.values())
+    if not is_complex and are_taken and not (_are_doubles(node) and 0 in numbers):
         return
     for i, number in numbers.items():
         given: Any = node.args[i]
@@ -117,6 +119,11 @@ def _make_tensors(writer: _Writer, node: fx.Node) -> None:
         else:
             dtype = next(dtype for kinds, dtype in _DTYPES.items() if isinstance(number, kinds))
             node.update_arg(i, writer.number(given, dtype, result))
+
+
+def _are_doubles(node: fx.Node) -> bool:
+    values = (_value(argument) for argument in node.args)
+    return any(isinstance(v, torch.Tensor) and v.dtype is torch.float64 for v in values)
 
 
 def _value(argument: Any) -> Any:

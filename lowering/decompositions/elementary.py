@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from lowering.decompositions import doubles
+
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 _LN2 = math.log(2)
@@ -30,7 +32,9 @@ _TURN_LAST = math.tau - _TURN_FIRST - _TURN_NEXT
 _is_reduced = ContextVar("_is_reduced", default=False)
 
 
-def _of_less_than_a_turn(op: Any) -> Callable[[torch.Tensor], Any]:
+def _of_less_than_a_turn(
+    op: Any, in_f64: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], Any]:
     """Make the decomposition of a function of angles: right below 1e8, where floats are 8 apart.
 
     Before: sin(%x)
@@ -38,8 +42,10 @@ def _of_less_than_a_turn(op: Any) -> Callable[[torch.Tensor], Any]:
     """
 
     def decomposed(x: torch.Tensor) -> Any:
-        if _is_reduced.get() or x.dtype is torch.float64 or x.dtype.is_complex:
+        if _is_reduced.get() or x.dtype.is_complex:
             return _UNCHANGED
+        if x.dtype is torch.float64:
+            return in_f64(x)
         angle = _reduced(x.to(torch.float32))
         token = _is_reduced.set(True)
         try:
@@ -79,6 +85,16 @@ def expm1(x: torch.Tensor) -> Any:
     corrected = (more - 1) * (x / torch.log(more))
     is_all = (more == math.inf) | (more - 1 == -1)
     return torch.where(more == 1, x, torch.where(is_all, more - 1, corrected))
+
+
+def _if_f64(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], Any]:
+    """Make the decomposition of a function that the CPU back end has, but not in f64."""
+
+    @functools.wraps(function)
+    def decomposed(x: torch.Tensor) -> Any:
+        return function(x) if x.dtype is torch.float64 else _UNCHANGED
+
+    return decomposed
 
 
 def _of_reals(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], Any]:
@@ -148,8 +164,6 @@ def logaddexp2(a: torch.Tensor, b: torch.Tensor) -> Any:
 
 def atan2(y: torch.Tensor, x: torch.Tensor) -> Any:
     """Decompose `aten.atan2` into `atan`: IREE's own is NaN for two zeros and two infinities."""
-    if torch.float64 in (y.dtype, x.dtype):
-        return _UNCHANGED  # there is no `atan` of it
     y, x = (t if t.dtype.is_floating_point else t.to(torch.get_default_dtype()) for t in (y, x))
     is_zero, is_infinite = (x == 0) & (y == 0), torch.abs(x) + torch.abs(y) == math.inf
     slope = torch.where(is_zero, y, y / torch.where(is_zero, 1, x))
@@ -230,13 +244,17 @@ def lerp(start: torch.Tensor, end: torch.Tensor, weight: Any) -> Any:
 
 
 DECOMPOSITIONS = {
+    aten.acos.default: _if_f64(doubles.acos),
     aten.acosh.default: acosh,
     aten.angle.default: angle,
+    aten.asin.default: _if_f64(doubles.asin),
     aten.asinh.default: asinh,
+    aten.atan.default: _if_f64(doubles.atan),
     aten.atan2.default: atan2,
     aten.atanh.default: atanh,
-    aten.cos.default: _of_less_than_a_turn(torch.cos),
+    aten.cos.default: _of_less_than_a_turn(torch.cos, doubles.cos),
     aten.elu.default: elu,
+    aten.erf.default: _if_f64(doubles.erf),
     aten.expm1.default: expm1,
     aten.fmax.default: fmax,
     aten.fmin.default: fmin,
@@ -245,9 +263,12 @@ DECOMPOSITIONS = {
     aten.lerp.Tensor: lerp,
     aten.log10.default: log10,
     aten.log1p.default: log1p,
+    aten.log2.default: _if_f64(doubles.log2),
     aten.logaddexp.default: logaddexp,
     aten.logaddexp2.default: logaddexp2,
     aten.polar.default: polar,
-    aten.sin.default: _of_less_than_a_turn(torch.sin),
+    aten.sin.default: _of_less_than_a_turn(torch.sin, doubles.sin),
     aten.sinh.default: sinh,
+    aten.tan.default: _if_f64(doubles.tan),
+    aten.tanh.default: _if_f64(doubles.tanh),
 }

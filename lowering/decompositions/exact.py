@@ -109,11 +109,17 @@ def total_dim(
 
 
 def gelu(x: torch.Tensor, *, approximate: str = "none") -> Any:
-    """Decompose the approximate `aten.gelu`, for which torch-mlir's constants are too short."""
+    """Decompose `aten.gelu` in f64, and the approximate: torch-mlir's constants are too short."""
     if approximate != "tanh":
-        return _UNCHANGED
+        is_double = x.dtype is torch.float64
+        return 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5))) if is_double else _UNCHANGED
     inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
     return 0.5 * x * (1 + torch.tanh(inner))
+
+
+def scalar_tensor(number: Number, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Decompose `prims.scalar_tensor`, which PyTorch makes of `xlogy(0.3, x)` and its like."""
+    return torch.full((), number, dtype=dtype, device=device)
 
 
 def roll(x: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> torch.Tensor:
@@ -244,6 +250,7 @@ DECOMPOSITIONS = {
     aten.var.correction: var,
     aten.var_mean.correction: var_mean,
     torch.ops.prims.convert_element_type.default: cast,
+    torch.ops.prims.scalar_tensor.default: scalar_tensor,
 }
 
 

@@ -57,7 +57,70 @@ def test_functions_of_numbers_of_all_sizes(dtype: torch.dtype, counts: Counter[s
     assert (counts["regions"], counts["host_ops"]) == (1, 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)
+def test_functions_of_doubles_that_the_cpu_back_end_has_not(counts: Counter[str]) -> None:
+    def of_all(x: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.atan(x), torch.erf(x), torch.tanh(x)]
+
+    def of_angles(x: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.sin(x), torch.cos(x), torch.tan(x)]
+
+    def of_sines(x: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.asin(x), torch.acos(x)]
+
+    def functions(*values: torch.Tensor) -> list[torch.Tensor]:
+        every, angles, sines, powers = values
+        return [*of_all(every), *of_angles(angles), *of_sines(sines), torch.log2(powers)]
+
+    every = numbers(torch.float64)
+    quarters = torch.arange(-100, 101).to(torch.float64) * (torch.pi / 2)
+    close_to_one = 1 - torch.logspace(-16, 0, 401, dtype=torch.float64)
+    values = (
+        every,
+        torch.cat([every[(every.abs() < 2**52) | ~every.isfinite()], quarters]),
+        torch.cat([close_to_one, -close_to_one, torch.tensor([0.0, -0.0, 1.1, INF, NAN])]),
+        torch.cat([every.abs(), 2.0 ** torch.arange(-1000, 1000).to(torch.float64)]),
+    )
+    found, expected = torch.compile(functions, backend="npu_iree")(*values), functions(*values)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-15, atol=0, equal_nan=True)
+    assert (counts["regions"], counts["host_ops"]) == (1, 0)
+
+
+def test_a_gelu_of_doubles_and_its_gradient(counts: Counter[str]) -> None:
+    gelu = torch.nn.functional.gelu
+    x = torch.linspace(-9, 9, 1001, dtype=torch.float64, requires_grad=True)
+    found, expected = torch.compile(gelu, backend="npu_iree")(x), gelu(x)
+    gradients = [torch.autograd.grad(y.sum(), x)[0] for y in (found, expected)]
+    for one, other in ((found, expected), gradients):
+        torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-15)
+    assert counts["host_ops"] == 0
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_number_before_doubles_keeps_its_digits(dynamic: bool, counts: Counter[str]) -> None:
+    def functions(x: torch.Tensor) -> list[torch.Tensor]:
+        found = [0.1 - x, torch.rsub(x, 0.3, alpha=0.1), 0.1 / x, 0.1**x, 0.1 * x]
+        return [*found, torch.xlogy(0.1, x), torch.where(x > 1, 0.1, x), torch.where(x > 1, x, 0.1)]
+
+    x = torch.linspace(0.01, 9, 100, dtype=torch.float64)
+    found = torch.compile(functions, backend="npu_iree", dynamic=dynamic)(x)
+    for one, other in zip(found, functions(x), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-14, atol=0)
+    assert counts["host_ops"] == 0
+
+
+def test_a_zero_in_f64_keeps_its_sign() -> None:
+    def functions(x: torch.Tensor) -> list[torch.Tensor]:
+        return [f(x) for f in (torch.sin, torch.tan, torch.asin, torch.atan, torch.tanh, torch.erf)]
+
+    x = torch.tensor([-0.0, 0.0], dtype=torch.float64)
+    for one in torch.compile(functions, backend="npu_iree")(x):
+        assert_same(torch.signbit(one), torch.tensor([True, False]))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int32], ids=str
+)
 def test_functions_of_two_numbers(dtype: torch.dtype, counts: Counter[str]) -> None:
     def functions(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
         lengths = [torch.hypot(x, y)] if dtype.is_floating_point else []
