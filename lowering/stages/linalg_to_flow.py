@@ -19,6 +19,7 @@ from lowering.stages.keep_signs import keep_signs
 from lowering.stages.read_by_rows import mark_few_rows, read_by_rows
 from lowering.stages.read_chosen import read_chosen
 from lowering.stages.read_in_panels import read_in_panels
+from lowering.stages.separate_broadcasts import separate_broadcasts
 from lowering.stages.separate_packing import separate_packing
 from lowering.stages.separate_pieces import separate_pieces
 from lowering.stages.separate_reads import separate_reads
@@ -61,9 +62,11 @@ def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) 
     Raises:
         RuntimeError: the compiler refused the module; the text is what it said.
     """
+    from iree.compiler import ir
+
     prepare(session, module, options)
     session.compile(module, end="flow")
-    with session.context:
+    with session.context, ir.Location.unknown(session.context):
         drop_barriers(module)
         separate_packing(module)
         if _is_for_cpu(options):
@@ -93,6 +96,7 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 keep_signs(function)
                 separate_reads(function)
                 separate_slices(function)
+                separate_broadcasts(function)
                 separate_scalars(function)
                 separate_pieces(function)
                 if any(CHANNELS_LAST in flag for flag in options.flags):

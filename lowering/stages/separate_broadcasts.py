@@ -1,0 +1,63 @@
+"""Keep IREE from fusing rows that are all alike into the product that they are a factor of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lowering.stages.barrier import read_behind_barrier
+from lowering.stages.structured import inputs_of, is_elementwise
+
+_COLLAPSE = "tensor.collapse_shape"
+_CONVOLUTION = "linalg.conv_"
+
+
+def separate_broadcasts(function: Any) -> None:
+    """Put a barrier behind what repeats a value, where it makes all rows of a product.
+
+    IREE then has the product read one row, in a loop that neither factor has, and dies (SIGSEGV)
+    when it lays out the factors: `F.linear(x.expand(n, k), w)`, in cross attention on one token.
+
+    Before: %x = linalg.generic {(d0, d1) -> (d1)} ins(%row) outs(%e); %y = linalg.matmul(%x, %w)
+    After:  the same with %b = util.optimization_barrier %x; %y = linalg.matmul(%b, %w)
+    """
+    for op in list(function.regions[0].blocks[0].operations):
+        repeated = _repeated(op)
+        if any(rows <= repeated for rows in _rows_made_of(op, repeated)):
+            read_behind_barrier(op.results[0])
+
+
+def _repeated(op: Any) -> set[int]:
+    """Return the dimensions along which an op repeats what it reads, if it does only that."""
+    from iree.compiler import ir
+
+    if not is_elementwise(op) or len(op.results) != 1 or len(inputs_of(op)) != 1:
+        return set()
+    (end,) = list(op.regions[0].blocks[0].operations)[-1:]
+    if len(op.regions[0].blocks[0].operations) > 1 or end.operands[0] != _argument(op):
+        return set()
+    read, made = (ir.AffineMapAttr(a).value for a in op.attributes["indexing_maps"])
+    loops = {d.position for d in read.results if isinstance(d, ir.AffineDimExpr)}
+    return set(range(made.n_dims)) - loops
+
+
+def _argument(op: Any) -> Any:
+    return op.regions[0].blocks[0].arguments[0]
+
+
+def _rows_made_of(op: Any, repeated: set[int]) -> Iterator[set[int]]:
+    """Find which dimensions of an op's result are the rows, or places, of products and images."""
+    if not repeated:
+        return
+    rank = len(op.results[0].type.shape)
+    for use in op.results[0].uses:
+        user = use.owner.operation
+        if user.name == "linalg.matmul" and use.operand_number == 0:
+            yield {0}
+        elif user.name.startswith(_CONVOLUTION) and use.operand_number == 0:
+            yield set(range(2, rank))
+        elif user.name == _COLLAPSE:
+            rows = {d.value for d in user.attributes["reassociation"][0]}
+            readers = [(u.owner.operation.name, u.operand_number) for u in user.results[0].uses]
+            if ("linalg.matmul", 0) in readers:
+                yield {d for d in rows if op.results[0].type.shape[d] != 1}
