@@ -37,8 +37,8 @@ class Builder:
         may_compile: whether what neither has is compiled.
         dump: folder for the products of the stages, or None; with it, the cache is not asked for
             what may be compiled.
-        counts: `compiles`, `bundle_hits`, `cache_hits`, `cache_misses`, `compile_ms` and
-            `tuned_regions` are added up here.
+        counts: `compiles`, `bundle_hits`, `cache_hits`, `cache_misses`, `compile_ms`,
+            `refused_flags` and `tuned_regions` are added up here.
         tuning: chooses the settings of each region by measuring, or None.
     """
 
@@ -176,6 +176,8 @@ class Builder:
             self._count("compiles", 1)
             self._count("compile_ms", elapsed_ms)
             log.info("%s: compiled in %d ms", program.name, elapsed_ms)
+        if module.refused:
+            self._count("refused_flags", module.refused)
         parts = key.parts if key else {}
         return Entry(parts, module.flags, module.vmfb, module.source, module.cpu_features)
 

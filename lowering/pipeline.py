@@ -65,12 +65,14 @@ class CompiledModule:
         flags: the flag set that was taken.
         source: the program in the torch dialect, from which it can be compiled again.
         cpu_features: what a CPU must have to run it (`lowering.cpu`).
+        refused: how many flag sets, which would have been better, the compiler refused or died of.
     """
 
     vmfb: bytes
     flags: FlagSet
     source: str
     cpu_features: tuple[str, ...] = ()
+    refused: int = 0
 
 
 def compile_program(
@@ -113,7 +115,7 @@ def compile_program(
             number = f"{i + 1} of {len(flag_sets)}"
             log.info("%s: flag set %s failed: %s", program.name, number, error)
             continue
-        return CompiledModule(vmfb, flag_set, torch_asm, required_features(flow_asm))
+        return CompiledModule(vmfb, flag_set, torch_asm, required_features(flow_asm), refused=i)
     raise StageError(LINALG_TO_FLOW.name, f"target {target.name!r} lists no flag sets")
 
 

@@ -18,6 +18,10 @@ log = logging.getLogger(__name__)
 _recorders: list[list[Plan]] = []
 
 
+# Counts that a line of a compile has only where there is something to tell.
+_TOLD = {"refused_flags": "sets of flags refused", "healed_ops": "ops healed"}
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompileReport:
     """What one graph's compile was; prints itself as one line.
@@ -29,8 +33,9 @@ class CompileReport:
         cause: why it was compiled.
         regions: how many device regions it has.
         host_ops: how many of its ops run on the host.
-        counts: `cache_hits`, `cache_misses`, `compiles`, `compile_ms`, `denials`, `healed_ops`;
-            what is not there is 0. Regions that compile at the same time each add to `compile_ms`.
+        counts: `cache_hits`, `cache_misses`, `compiles`, `compile_ms`, `denials`, `healed_ops`,
+            `refused_flags` (sets of compiler flags that would have been better); what is not there
+            is 0. Regions that compile at the same time each add to `compile_ms`.
         ms: what it took altogether, in milliseconds.
     """
 
@@ -46,10 +51,10 @@ class CompileReport:
     def __str__(self) -> str:
         count = self.counts.get
         cache = f"{count('cache_hits', 0)} hits, {count('cache_misses', 0)} misses"
-        healed = f", {count('healed_ops', 0)} ops healed" if count("healed_ops") else ""
+        told = "".join(f", {count(name)} {what}" for name, what in _TOLD.items() if count(name))
         return (
             f"graph {self.graph} ({self.part}) for {self.target}: {self.cause}; "
-            f"{self.regions} regions ({cache}), {count('compiles', 0)} compiles{healed}, "
+            f"{self.regions} regions ({cache}), {count('compiles', 0)} compiles{told}, "
             f"{self.host_ops} host ops, {self.ms} ms"
         )
 

@@ -1,4 +1,4 @@
-"""Keep IREE from packing what has been split into rows as if it had not been."""
+"""Keep IREE from packing in a device program what it cannot pack there, or not rightly."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lowering.stages.symbols import inside, maker_of, symbol_of
 
 _PACKS = "iree_encoding.set_encoding"
 _SPLITS = "tensor.expand_shape"
+_MERGES = "tensor.collapse_shape"
 _STORES = "iree_tensor_ext.dispatch.tensor.store"
 _TIES = "flow.dispatch.tie_shape"
 _TILES = (2, 4, 8, 16, 32, 64)  # rows or columns that data tiling may pack together
@@ -42,7 +43,7 @@ def separate_packing(module: Any) -> None:
     for executable in inside(module, "flow.executable"):
         for function in _functions(executable):
             name = f"@{symbol_of(executable)}::@{symbol_of(function)}"
-            unpacked[name] = dict(map(_store_unpacked, _packed_splits(function)))
+            unpacked[name] = dict(map(_store_unpacked, _unfit_packs(function)))
             if unpacked[name]:
                 _set_type(function)
     for op in [op for op in walk(module) if op.name == "flow.dispatch"]:
@@ -56,9 +57,16 @@ def _functions(executable: Any) -> Iterator[Any]:
         yield from inside(inner, "func.func")
 
 
-def _packed_splits(function: Any) -> list[Any]:
-    packs = [op for op in walk(function) if op.name == _PACKS]
-    return [op for op in packs if maker_of(op.operands[0]) == _SPLITS and _is_misread(op)]
+def _unfit_packs(function: Any) -> list[Any]:
+    ops = list(walk(function))
+    has_panels = any("compilation_info" in op.attributes for op in ops)
+    packs = [op for op in ops if op.name == _PACKS]
+    makers = [maker_of(op.operands[0]) for op in packs]
+    return [
+        op
+        for op, maker in zip(packs, makers, strict=True)
+        if (maker == _SPLITS and _is_misread(op)) or (maker == _MERGES and has_panels)
+    ]
 
 
 def _is_misread(pack: Any) -> bool:
@@ -88,7 +96,7 @@ def _store_unpacked(pack: Any) -> tuple[int, Any]:
 
     uses = list(pack.results[0].uses)
     if [use.owner.name for use in uses] != [_STORES]:
-        raise RuntimeError("what is packed after a split is used for more than to be stored")
+        raise RuntimeError("what is packed after a reshape is used for more than to be stored")
     store = uses[0].owner
     packed, plain = pack.results[0].type, pack.operands[0].type
     target = store.operands[1]

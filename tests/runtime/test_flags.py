@@ -1,0 +1,54 @@
+"""The best set of flags is taken: what a compiler refuses of it costs speed, and nobody is told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
+Program = tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]
+
+
+def low_rank(
+    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, r: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    return F.linear(F.linear(x, w, b) + r, down)
+
+
+def split_rows(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.linear(x, w).unflatten(0, (-1, 13)) @ y
+
+
+PROGRAMS: dict[str, Program] = {
+    "one row": (lambda x, w: F.linear(x.expand(2, 32), w), ((1, 32), (32, 32))),
+    "one token": (
+        lambda x, w: F.linear(x.repeat_interleave(6, 0), w),
+        ((1, 1, 32), (32, 32)),
+    ),
+    "one place of an image": (
+        lambda x, w: F.conv2d(x.expand(2, 8, 6, 6), w),
+        ((2, 8, 1, 1), (16, 8, 1, 1)),
+    ),
+    "one row of all matrices": (
+        lambda x, w: x.expand(2, 5, 32) @ w,
+        ((1, 1, 32), (2, 32, 8)),
+    ),
+    "low rank": (low_rank, ((768, 256), (64, 256), (64,), (768, 64), (16, 64))),
+    "low rank of many": (low_rank, ((256, 64), (128, 64), (128,), (256, 128), (8, 128))),
+    "split rows": (split_rows, ((26, 16), (32, 16), (2, 32, 8))),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_first_set_of_flags_is_taken(name: str, dynamic: bool, counts: Counter[str]) -> None:
+    function, shapes = PROGRAMS[name]
+    args = [torch.randn(shape) for shape in shapes]
+    found = torch.compile(function, backend="npu_iree", dynamic=dynamic)(*args)
+    torch.testing.assert_close(found, function(*args), rtol=1e-4, atol=1e-4)
+    assert (counts["refused_flags"], counts["host_ops"]) == (0, 0)
