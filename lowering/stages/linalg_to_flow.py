@@ -31,6 +31,7 @@ from lowering.stages.sort_nans import sort_nans
 from lowering.stages.store_exponentials import store_exponentials
 from lowering.stages.sum_products import sum_products
 from lowering.stages.symbols import inside, symbol_of
+from lowering.stages.widen_masks import widen_masks
 
 
 def linalg_to_flow(linalg_asm: str, options: CompileOptions) -> str:
@@ -101,6 +102,8 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 separate_pieces(function)
                 if any(CHANNELS_LAST in flag for flag in options.flags):
                     separate_weights(function)
+                if DATA_TILING in options.flags:
+                    widen_masks(function)
                 read_chosen(function, features)
                 if _is_for_cpu(options):
                     mark_few_rows(function)

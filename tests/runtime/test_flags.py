@@ -24,6 +24,20 @@ def split_rows(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> torch.Tenso
     return F.linear(x, w).unflatten(0, (-1, 13)) @ y
 
 
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=m)
+
+
+def nanogpt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    is_seen = torch.ones(17, 17).tril().bool().logical_or(m)[None, None]
+    return (q @ k.mT).masked_fill(is_seen == 0, float("-inf")).softmax(-1) @ v
+
+
+def chosen(x: torch.Tensor, w: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    return torch.where(m, x @ w, 0.0)
+
+
+HEADS = ((2, 4, 17, 16),) * 3
 PROGRAMS: dict[str, Program] = {
     "one row": (lambda x, w: F.linear(x.expand(2, 32), w), ((1, 32), (32, 32))),
     "one token": (
@@ -40,6 +54,11 @@ PROGRAMS: dict[str, Program] = {
     ),
     "low rank": (low_rank, ((768, 256), (64, 256), (64,), (768, 64), (16, 64))),
     "low rank of many": (low_rank, ((256, 64), (128, 64), (128,), (256, 128), (8, 128))),
+    "one mask for all heads": (attention, (*HEADS, (17, 17))),
+    "a mask for each text": (attention, (*HEADS, (2, 1, 1, 17))),
+    "one query and a mask": (attention, ((2, 4, 1, 64), (2, 4, 77, 64), (2, 4, 77, 64), (1, 77))),
+    "a mask that is filled in": (nanogpt, (*HEADS, (17, 17))),
+    "a mask of a product": (chosen, ((64, 32), (32, 48), (64, 48))),
     "split rows": (split_rows, ((26, 16), (32, 16), (2, 32, 8))),
 }
 
@@ -49,6 +68,8 @@ PROGRAMS: dict[str, Program] = {
 def test_the_first_set_of_flags_is_taken(name: str, dynamic: bool, counts: Counter[str]) -> None:
     function, shapes = PROGRAMS[name]
     args = [torch.randn(shape) for shape in shapes]
+    if "mask" in name:
+        args[-1] = args[-1] > -1
     found = torch.compile(function, backend="npu_iree", dynamic=dynamic)(*args)
     torch.testing.assert_close(found, function(*args), rtol=1e-4, atol=1e-4)
     assert (counts["refused_flags"], counts["host_ops"]) == (0, 0)
