@@ -42,10 +42,10 @@ def make_importable(graph: fx.Graph) -> None:
     Views of dynamic dimensions merge and split them one by one: torch-mlir guesses which belong
     together, and lowers a view that merges two as if one of them were 1. It is so in a region
     alone, where all values are dense: elsewhere `prims.collapse` is a copy, and `aten.view` none.
-    An expansion keeps what it does not repeat, of which torch-mlir would otherwise have the device
-    find out, number by number, whether it is 1. Sizes taken for tensors become tensors, and several
-    indices one: torch-mlir reads by no two that may have to be broadcast. Remainders of sizes and
-    sorts are made of what it takes.
+    Expansions that repeat nothing are dropped: of dynamic dimensions, torch-mlir would have the
+    device find out, number by number, whether they are 1. Sizes taken for tensors become tensors,
+    and several indices one: torch-mlir reads by no two that may have to be broadcast. Remainders of
+    sizes and sorts are made of what it takes.
 
     Before: %1 = aten.view(%0, [s0*s1, 8, 8])                      with %0 of [s0, s1, 64]
             %2 = aten.sub.Tensor(%s0, %1)
@@ -190,20 +190,15 @@ def _read_by_one(writer: _Writer, node: fx.Node) -> None:
     node.args = (merged, [*[None] * first, place])
 
 
-def _keep_dimensions(_: _Writer, node: fx.Node) -> None:
-    source, sizes = node.args
+def _drop_if_nothing_is_repeated(_: _Writer, node: fx.Node) -> None:
+    source: Any = node.args[0]
     old, new = _value(source).shape, _value(node).shape
-    if are_known(new):
+    is_result = any(user.op == "output" for user in node.users)
+    if are_known(new) or len(old) != len(new) or is_result:
         return
-    added = len(new) - len(old)
-    pairs = zip(old, new[added:], strict=True)
-    is_kept = [*[False] * added, *(statically_known_true(a == b) for a, b in pairs)]
-    if all(is_kept) and not any(user.op == "output" for user in node.users):
-        node.replace_all_uses_with(source)  # type: ignore[arg-type]
+    if all(statically_known_true(a == b) for a, b in zip(old, new, strict=True)):
+        node.replace_all_uses_with(source)
         node.graph.erase_node(node)
-    else:
-        kept = [-1 if keeps else size for keeps, size in zip(is_kept, sizes, strict=True)]  # type: ignore[arg-type]
-        node.args = (source, kept)
 
 
 def _merge_and_split(writer: _Writer, view: fx.Node) -> None:
@@ -250,7 +245,7 @@ def _divided(writer: _Writer, number: Any, divisor: Any) -> Any:
 
 
 _RULES: Mapping[Any, Callable[[_Writer, fx.Node], None]] = {
-    aten.expand.default: _keep_dimensions,
+    aten.expand.default: _drop_if_nothing_is_repeated,
     aten.index.Tensor: _read_by_one,
     aten.view.default: _merge_and_split,
     operator.mod: _take_remainder,

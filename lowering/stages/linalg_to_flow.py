@@ -29,7 +29,7 @@ from lowering.stages.separate_weights import separate_weights
 from lowering.stages.separate_writes import separate_writes
 from lowering.stages.sort_nans import sort_nans
 from lowering.stages.store_exponentials import store_exponentials
-from lowering.stages.sum_products import sum_products
+from lowering.stages.sum_products import hide_products, sum_products
 from lowering.stages.symbols import inside, symbol_of
 from lowering.stages.widen_masks import widen_masks
 
@@ -104,6 +104,7 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                     separate_weights(function)
                 if DATA_TILING in options.flags:
                     widen_masks(function)
+                    hide_products(function)
                 read_chosen(function, features)
                 if _is_for_cpu(options):
                     mark_few_rows(function)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lowering.stages.barrier import read_behind_barrier
-from lowering.stages.structured import inputs_of, is_elementwise
+from lowering.stages.structured import repeated_dims
 
 _COLLAPSE = "tensor.collapse_shape"
 _CONVOLUTION = "linalg.conv_"
@@ -22,27 +22,9 @@ def separate_broadcasts(function: Any) -> None:
     After:  the same with %b = util.optimization_barrier %x; %y = linalg.matmul(%b, %w)
     """
     for op in list(function.regions[0].blocks[0].operations):
-        repeated = _repeated(op)
+        repeated = repeated_dims(op)
         if any(rows <= repeated for rows in _rows_made_of(op, repeated)):
             read_behind_barrier(op.results[0])
-
-
-def _repeated(op: Any) -> set[int]:
-    """Return the dimensions along which an op repeats what it reads, if it does only that."""
-    from iree.compiler import ir
-
-    if not is_elementwise(op) or len(op.results) != 1 or len(inputs_of(op)) != 1:
-        return set()
-    (end,) = list(op.regions[0].blocks[0].operations)[-1:]
-    if len(op.regions[0].blocks[0].operations) > 1 or end.operands[0] != _argument(op):
-        return set()
-    read, made = (ir.AffineMapAttr(a).value for a in op.attributes["indexing_maps"])
-    loops = {d.position for d in read.results if isinstance(d, ir.AffineDimExpr)}
-    return set(range(made.n_dims)) - loops
-
-
-def _argument(op: Any) -> Any:
-    return op.regions[0].blocks[0].arguments[0]
 
 
 def _rows_made_of(op: Any, repeated: set[int]) -> Iterator[set[int]]:

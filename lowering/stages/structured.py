@@ -32,3 +32,18 @@ def is_elementwise(op: Any) -> bool:
     if op.operation.name != "linalg.generic":
         return False
     return all("parallel" in str(kind) for kind in op.attributes["iterator_types"])
+
+
+def repeated_dims(op: Any) -> set[int]:
+    """Return the dimensions along which an op repeats what it reads; none if it does more."""
+    from iree.compiler import ir
+
+    if not is_elementwise(op) or len(op.results) != 1 or len(inputs_of(op)) != 1:
+        return set()
+    block = op.regions[0].blocks[0]
+    first = next(iter(block.operations))  # the yield, if it is the only op
+    if first.operation.name != "linalg.yield" or first.operands[0] != block.arguments[0]:
+        return set()
+    read, made = (ir.AffineMapAttr(a).value for a in op.attributes["indexing_maps"])
+    loops = {d.position for d in read.results if isinstance(d, ir.AffineDimExpr)}
+    return set(range(made.n_dims)) - loops

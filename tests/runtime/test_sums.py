@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,7 @@ OF_FLOATS: tuple[Function, ...] = (
 
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64], ids=str)
-def test_sums_of_products(dtype: torch.dtype, is_dynamic: bool) -> None:
+def test_sums_of_products(dtype: torch.dtype, is_dynamic: bool, counts: Counter[str]) -> None:
     functions = FUNCTIONS + (OF_FLOATS if dtype is torch.float32 else ())
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(s, generator=generator) * 4 for s in ((3, 4, 8, 16), (16,)))
@@ -45,3 +46,4 @@ def test_sums_of_products(dtype: torch.dtype, is_dynamic: bool) -> None:
         compiled = torch.compile(function, backend="npu_iree", dynamic=is_dynamic, options=options)
         args = x.to(dtype), w.to(dtype)
         assert_same(compiled(*args), function(*args))
+    assert counts["refused_flags"] == 0
