@@ -46,7 +46,7 @@ def atan(x: torch.Tensor) -> torch.Tensor:
     for _ in range(2):
         part = part / (1 + torch.sqrt(1 + part * part))
     angle = 4 * part * _polynomial(_ATAN, part * part)
-    return _with_sign(torch.where(is_steep, math.pi / 2 - angle, angle), x)
+    return with_sign(torch.where(is_steep, math.pi / 2 - angle, angle), x)
 
 
 def asin(x: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ def acos(x: torch.Tensor) -> torch.Tensor:
 def tanh(x: torch.Tensor) -> torch.Tensor:
     """Compute the hyperbolic tangent from `expm1`, whose argument is small where the number is."""
     more = torch.expm1(2 * torch.clamp(torch.abs(x), max=20.0))  # 1.0 from there on
-    return _with_sign(more / (more + 2), x)
+    return with_sign(more / (more + 2), x)
 
 
 def log2(x: torch.Tensor) -> torch.Tensor:
@@ -87,7 +87,7 @@ def erf(x: torch.Tensor) -> torch.Tensor:
     for level in range(_ERFC_LEVELS, 0, -1):
         rest = large + 0.5 * level / rest
     far = 1 - bell / rest * (1 / math.sqrt(math.pi))
-    return _with_sign(torch.where(size < _ERF_SMALL, near, far), x)
+    return with_sign(torch.where(size < _ERF_SMALL, near, far), x)
 
 
 def _in_quadrant(x: torch.Tensor, turned_by: int) -> torch.Tensor:
@@ -145,5 +145,6 @@ def _polynomial(coefficients: Sequence[Fraction], x: torch.Tensor) -> torch.Tens
     return result
 
 
-def _with_sign(size: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def with_sign(size: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Give a size the sign of a number; where that is zero, it is the result."""
     return torch.where(x < 0, -size, torch.where(x == 0, x, size))

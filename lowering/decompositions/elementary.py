@@ -117,7 +117,7 @@ def sinh(x: torch.Tensor) -> torch.Tensor:
     small = 0.5 * (less_one + less_one / (less_one + 1))
     root = torch.exp(0.5 * size)
     large = 0.5 * root * root - 0.5 / root / root
-    return _with_sign(torch.where(size < 1, small, large), x)
+    return doubles.with_sign(torch.where(size < 1, small, large), x)
 
 
 @_of_reals
@@ -126,7 +126,7 @@ def asinh(x: torch.Tensor) -> torch.Tensor:
     size = torch.abs(x)
     square = size * size
     small = torch.log1p(size + square / (1 + torch.sqrt(1 + square)))
-    return _with_sign(torch.where(size < _LARGE, small, torch.log(size) + _LN2), x)
+    return doubles.with_sign(torch.where(size < _LARGE, small, torch.log(size) + _LN2), x)
 
 
 @_of_reals
@@ -141,7 +141,7 @@ def acosh(x: torch.Tensor) -> torch.Tensor:
 def atanh(x: torch.Tensor) -> torch.Tensor:
     """Decompose `aten.atanh` into `log1p`, whose argument is small where the number is."""
     size = torch.abs(x)
-    return _with_sign(0.5 * torch.log1p(2 * size / (1 - size)), x)
+    return doubles.with_sign(0.5 * torch.log1p(2 * size / (1 - size)), x)
 
 
 def elu(x: torch.Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
@@ -225,10 +225,6 @@ def _largest_and(
     largest = torch.maximum(a, b)
     added = largest + rest(-torch.abs(a - b))
     return torch.where(torch.abs(largest) == math.inf, largest, added)
-
-
-def _with_sign(size: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return torch.where(x < 0, -size, torch.where(x == 0, x, size))
 
 
 def lerp(start: torch.Tensor, end: torch.Tensor, weight: Any) -> Any:

@@ -81,7 +81,8 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
     """Make a module in linalg, in place, what IREE is to compile."""
     from iree.compiler import ir
 
-    features = session.features if DATA_TILING in options.flags else ()
+    is_tiled = DATA_TILING in options.flags
+    features = session.features if is_tiled else ()
     with session.context:
         link_kernels(session, module, options.kernels)
         bound: dict[str, Any] = {}
@@ -102,7 +103,7 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 separate_pieces(function)
                 if any(CHANNELS_LAST in flag for flag in options.flags):
                     separate_weights(function)
-                if DATA_TILING in options.flags:
+                if is_tiled:
                     widen_masks(function)
                     hide_products(function)
                 read_chosen(function, features)

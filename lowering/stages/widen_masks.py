@@ -7,6 +7,7 @@ from typing import Any
 
 from lowering.stages.barrier import behind_barrier
 from lowering.stages.structured import RESHAPES, inputs_of, is_elementwise, is_tensor
+from lowering.stages.symbols import maker_of
 from lowering.stages.templates import put
 
 _PRODUCTS = frozenset({"linalg.matmul", "linalg.batch_matmul"})
@@ -61,18 +62,12 @@ def _masks_read(op: Any, computed: set[Any]) -> Iterator[tuple[Any, int]]:
     for place, operand in enumerate(reads):
         if operand in computed or not is_tensor(operand):
             continue
-        maker: Any = operand.owner
-        is_fused = _is_op(maker) and (is_elementwise(maker) or maker.name in RESHAPES)
+        maker = maker_of(operand)
+        is_fused = maker in RESHAPES or (maker != "" and is_elementwise(operand.owner))
         if is_fused and sum(1 for _ in operand.uses) == 1:
-            yield from _masks_read(maker, computed)
+            yield from _masks_read(operand.owner, computed)
         elif str(operand.type.element_type) == "i1":
             yield op, place
-
-
-def _is_op(maker: Any) -> bool:
-    from iree.compiler import ir
-
-    return not isinstance(maker, ir.Block)
 
 
 def _widen(reader: Any, place: int, bytes_of: dict[Any, Any]) -> None:
@@ -80,18 +75,11 @@ def _widen(reader: Any, place: int, bytes_of: dict[Any, Any]) -> None:
 
     mask = reader.operands[place]
     if mask not in bytes_of:
-        owner = mask.owner
-        start = ir.InsertionPoint.after(owner) if _is_op(owner) else _beginning(owner)
-        with start, reader.location:
+        behind = ir.InsertionPoint.after if maker_of(mask) else ir.InsertionPoint.at_block_begin
+        with behind(mask.owner), reader.location:
             bytes_of[mask] = behind_barrier(_cast(mask, "i8", _TO_BYTE))
     with ir.InsertionPoint(reader), reader.location:
         reader.operands[place] = _cast(bytes_of[mask], "i1", _FROM_BYTE)
-
-
-def _beginning(block: Any) -> Any:
-    from iree.compiler import ir
-
-    return ir.InsertionPoint.at_block_begin(block)
 
 
 def _cast(value: Any, made: str, body: str) -> Any:

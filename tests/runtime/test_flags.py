@@ -1,4 +1,4 @@
-"""The best set of flags is taken: what a compiler refuses of it costs speed, and nobody is told."""
+"""The best set of flags is taken: where the compiler refuses it, speed is lost."""
 
 from __future__ import annotations
 
