@@ -19,6 +19,7 @@ from lowering.stages.keep_signs import keep_signs
 from lowering.stages.read_by_rows import mark_few_rows, read_by_rows
 from lowering.stages.read_chosen import read_chosen
 from lowering.stages.read_in_panels import read_in_panels
+from lowering.stages.read_in_place import read_in_place
 from lowering.stages.separate_broadcasts import separate_broadcasts
 from lowering.stages.separate_packing import separate_packing
 from lowering.stages.separate_pieces import separate_pieces
@@ -69,6 +70,7 @@ def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) 
     session.compile(module, end="flow")
     with session.context, ir.Location.unknown(session.context):
         drop_barriers(module)
+        read_in_place(module)
         separate_packing(module)
         if _is_for_cpu(options):
             read_by_rows(module, session.features)

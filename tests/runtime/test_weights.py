@@ -353,3 +353,27 @@ def test_a_write_that_was_going_on_is_seen_when_it_ends() -> None:
         memory.mul_(3)
         torch.autograd.graph.increment_version(model.weight)
         assert_same(compiled(x), model(x))
+
+
+class ResizedPositions(torch.nn.Module):
+    """Those of a vision transformer: the class's are as they are, the others fit the image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = torch.nn.Parameter(torch.randn(1, 17, 32))
+        self.last = torch.nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        grid = self.positions[:, 1:].unflatten(1, (4, 4)).permute(0, 3, 1, 2)
+        grid = torch.nn.functional.interpolate(grid, size=(6, 6), mode="bilinear")
+        return self.last(x + torch.cat((self.positions[:, :1], grid.flatten(2).mT), 1))
+
+
+def test_a_slice_of_a_weight_is_read_where_the_weight_is(counts: Counter[str]) -> None:
+    model, x = ResizedPositions().eval(), torch.randn(1, 37, 32)
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="npu_iree")
+        assert_same(compiled(x), model(x))
+        model.positions.mul_(2)
+        assert_same(compiled(x), model(x))
+    assert (counts["compiles"], counts["refused_flags"], counts["host_ops"]) == (1, 0, 0)
