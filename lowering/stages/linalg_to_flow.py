@@ -32,6 +32,7 @@ from lowering.stages.sort_nans import sort_nans
 from lowering.stages.store_exponentials import store_exponentials
 from lowering.stages.sum_products import hide_products, sum_products
 from lowering.stages.symbols import inside, symbol_of
+from lowering.stages.tell_sizes_apart import tell_sizes_apart
 from lowering.stages.widen_masks import widen_masks
 
 
@@ -72,6 +73,7 @@ def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) 
         drop_barriers(module)
         read_in_place(module)
         separate_packing(module)
+        tell_sizes_apart(module)
         if _is_for_cpu(options):
             read_by_rows(module, session.features)
             store_exponentials(module, session.features)

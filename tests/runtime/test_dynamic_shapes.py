@@ -416,3 +416,17 @@ def test_gradients_flow_through_a_mask(target: str) -> None:
             outcomes.append(pair)
     for pair in outcomes:
         assert_same(*pair)
+
+
+@pytest.mark.parametrize("function", [torch.softmax, torch.mul])
+def test_square_matrices_are_packed_whole(
+    function: Callable[[torch.Tensor, int], torch.Tensor], target: str
+) -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return function(x.unflatten(0, (-1, 4)), -1) @ y.unflatten(0, (-1, 4))
+
+    options = {"target": target, "fallback": "error"}
+    compiled = torch.compile(program, backend="npu_iree", dynamic=True, options=options)
+    for size in (136, 17, 200):
+        x, y = torch.randn(8, size, size), torch.randn(8, size, 16)
+        torch.testing.assert_close(compiled(x, y), program(x, y), rtol=1e-4, atol=1e-4)
