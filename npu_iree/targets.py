@@ -19,10 +19,15 @@ ABI_FLAGS = (
     "--iree-execution-model=async-external",
     "--iree-input-demote-f64-to-f32=false",
 )
+# Bytes of the stack that a device program may use, of the 8 MB that a thread has on Linux: twice
+# IREE's own limit. What packs two layouts of attention's scores (their gradients), or unpacks what
+# a GELU has read and made, takes 33 to 54 KB.
+_STACK = 65536
 _LLVM_CPU = (
     *ABI_FLAGS,
     "--iree-hal-target-backends=llvm-cpu",
     "--iree-llvmcpu-target-cpu=host",
+    f"--iree-llvmcpu-stack-allocation-limit={_STACK}",
 )
 
 

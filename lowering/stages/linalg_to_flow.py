@@ -21,6 +21,7 @@ from lowering.stages.read_chosen import read_chosen
 from lowering.stages.read_in_panels import read_in_panels
 from lowering.stages.read_in_place import read_in_place
 from lowering.stages.separate_broadcasts import separate_broadcasts
+from lowering.stages.separate_merges import separate_merges
 from lowering.stages.separate_packing import separate_packing
 from lowering.stages.separate_pieces import separate_pieces
 from lowering.stages.separate_reads import separate_reads
@@ -108,6 +109,7 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 if any(CHANNELS_LAST in flag for flag in options.flags):
                     separate_weights(function)
                 if is_tiled:
+                    separate_merges(function)
                     widen_masks(function)
                     hide_products(function)
                 read_chosen(function, features)

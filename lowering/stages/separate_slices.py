@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from lowering.stages.barrier import read_behind_barrier
-from lowering.stages.structured import RESHAPES
+from lowering.stages.structured import RESHAPES, makes_factor
 
 
 def separate_slices(function: Any) -> None:
     """Make a slice a copy, if its rows have gaps and something reads it by index, or cut anywhere.
+
+    If its sizes vary, so are the factors of products: IREE packs such a slice where it multiplies,
+    on a stack that has no end ("stack allocation size overflows 64 bits").
 
     IREE's code generator does not lower an element read at a computed place of such a slice
     ("LLVM Translation failed for operation: builtin.unrealized_conversion_cast"): `x[:, ::2]` or
@@ -24,7 +27,9 @@ def separate_slices(function: Any) -> None:
     for op in list(function.regions[0].blocks[0].operations):
         if op.operation.name != "tensor.extract_slice":
             continue
-        if (_has_gaps(op) and _is_indexed(op.result)) or _is_cut_anywhere(op):
+        is_misread = _has_gaps(op) and _is_indexed(op.result)
+        is_factor = not op.result.type.has_static_shape and makes_factor(op.result)
+        if is_misread or is_factor or _is_cut_anywhere(op):
             read_behind_barrier(op.result)
 
 

@@ -8,6 +8,9 @@ from typing import Any
 RESHAPES = frozenset({"tensor.cast", "tensor.collapse_shape", "tensor.expand_shape"})
 # ... or some of them.
 VIEWS = RESHAPES | {"tensor.extract_slice"}
+_PASSES_ON = RESHAPES | {"linalg.transpose"}
+# Ops that multiply matrices, whose factors and results data tiling packs.
+PRODUCTS = frozenset({"linalg.matmul", "linalg.batch_matmul"})
 
 
 def inputs_of(op: Any) -> list[Any]:
@@ -34,6 +37,16 @@ def is_elementwise(op: Any) -> bool:
     return all("parallel" in str(kind) for kind in op.attributes["iterator_types"])
 
 
+def broadcast_inputs(op: Any) -> list[int]:
+    """Return which operands a `linalg.generic` reads again for other numbers of its loops."""
+    from iree.compiler import ir
+
+    if op.operation.name != "linalg.generic":
+        return []
+    maps = [ir.AffineMapAttr(a).value for a in op.attributes["indexing_maps"]][: len(inputs_of(op))]
+    return [i for i, read in enumerate(maps) if len(read.results) < read.n_dims]
+
+
 def repeated_dims(op: Any) -> set[int]:
     """Return the dimensions along which an op repeats what it reads; none if it does more."""
     from iree.compiler import ir
@@ -47,3 +60,12 @@ def repeated_dims(op: Any) -> set[int]:
     read, made = (ir.AffineMapAttr(a).value for a in op.attributes["indexing_maps"])
     loops = {d.position for d in read.results if isinstance(d, ir.AffineDimExpr)}
     return set(range(made.n_dims)) - loops
+
+
+def makes_factor(value: Any) -> bool:
+    """Say whether a product reads a value, as it is, reshaped or transposed."""
+    users = [use.owner.operation for use in value.uses]
+    return any(
+        user.name in PRODUCTS or (user.name in _PASSES_ON and makes_factor(user.results[0]))
+        for user in users
+    )

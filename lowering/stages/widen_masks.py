@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from lowering.stages.barrier import behind_barrier
-from lowering.stages.structured import RESHAPES, inputs_of, is_elementwise, is_tensor
+from lowering.stages.structured import PRODUCTS, RESHAPES, inputs_of, is_elementwise, is_tensor
 from lowering.stages.symbols import maker_of
 from lowering.stages.templates import put
 
-_PRODUCTS = frozenset({"linalg.matmul", "linalg.batch_matmul"})
 _CAST = """
 func.func private @cast(%x: {before}) -> {after} {{
   {sizes}
@@ -43,7 +42,7 @@ def widen_masks(function: Any) -> None:
     computed = set[Any]()  # by products, or of what they compute
     bytes_of = dict[Any, Any]()
     for op in [op.operation for op in function.regions[0].blocks[0].operations]:
-        if op.name in _PRODUCTS:
+        if op.name in PRODUCTS:
             computed.update(op.results)
         elif any(operand in computed for operand in op.operands):
             if is_elementwise(op):

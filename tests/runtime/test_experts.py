@@ -44,7 +44,7 @@ def test_a_model_is_one_region_for_all_lengths(target: str, counts: Counter[str]
     with torch.no_grad():
         for length in (9, 5, 30):
             assert_same(compiled(tokens(length)).logits, model(tokens(length)).logits)
-    assert (counts["graphs"], counts["regions"]) == (1, 1)
+    assert (counts["graphs"], counts["regions"], counts["refused_flags"]) == (1, 1, 0)
 
 
 def test_a_model_trains_on_the_device(counts: Counter[str]) -> None:

@@ -33,6 +33,19 @@ def nanogpt(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor) 
     return (q @ k.mT).masked_fill(is_seen == 0, float("-inf")).softmax(-1) @ v
 
 
+def heads(x: torch.Tensor) -> torch.Tensor:
+    return x.unflatten(-1, (4, -1)).transpose(1, 2)
+
+
+def attention_of_heads(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = F.scaled_dot_product_attention(heads(F.linear(x, w)), heads(x), heads(x * 2))
+    return F.linear(y.transpose(1, 2).flatten(-2), w)
+
+
+def part_of_a_cache(q: torch.Tensor, k: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    return (q @ k[:, :, : m.shape[0]].mT) * m
+
+
 def chosen(x: torch.Tensor, w: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
     return torch.where(m, x @ w, 0.0)
 
@@ -59,6 +72,8 @@ PROGRAMS: dict[str, Program] = {
     "one query and a mask": (attention, ((2, 4, 1, 64), (2, 4, 77, 64), (2, 4, 77, 64), (1, 77))),
     "a mask that is filled in": (nanogpt, (*HEADS, (17, 17))),
     "a mask of a product": (chosen, ((64, 32), (32, 48), (64, 48))),
+    "part of a cache": (part_of_a_cache, ((2, 4, 17, 16), (2, 4, 50, 16), (40,))),
+    "heads that are computed": (attention_of_heads, ((2, 136, 64), (64, 64))),
     "split rows": (split_rows, ((26, 16), (32, 16), (2, 32, 8))),
 }
 
@@ -73,3 +88,38 @@ def test_the_first_set_of_flags_is_taken(name: str, dynamic: bool, counts: Count
     found = torch.compile(function, backend="npu_iree", dynamic=dynamic)(*args)
     torch.testing.assert_close(found, function(*args), rtol=1e-4, atol=1e-4)
     assert (counts["refused_flags"], counts["host_ops"]) == (0, 0)
+
+
+def first_token(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return F.linear(x[:, 0], w).tanh()
+
+
+def gelu(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    y = F.linear(x, w, b)
+    return 0.5 * y * (1 + torch.tanh(0.79788456 * (y + 0.044715 * y**3)))
+
+
+def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    q, k, v = (heads(F.linear(x, part)) for part in w.chunk(3))
+    y = (q @ k.mT * 0.25).softmax(-1) @ v
+    return y.transpose(1, 2).flatten(-2)
+
+
+GRADIENTS: dict[str, Program] = {
+    "first token": (first_token, ((2, 136, 64), (64, 64))),
+    "gelu": (gelu, ((2, 136, 64), (144, 64), (144,))),
+    "attention": (layer, ((2, 136, 64), (192, 64))),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_the_first_set_of_flags_is_taken_for_gradients(
+    name: str, dynamic: bool, counts: Counter[str]
+) -> None:
+    function, shapes = GRADIENTS[name]
+    args = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    compiled = torch.compile(function, backend="npu_iree", dynamic=dynamic)
+    grads = [torch.autograd.grad(f(*args).sin().sum(), args) for f in (compiled, function)]
+    torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-3)
+    assert counts["refused_flags"] == 0
