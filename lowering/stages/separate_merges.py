@@ -1,4 +1,4 @@
-"""Keep IREE from packing what it computes with dimensions that it merges, if their sizes vary."""
+"""Keep IREE from packing what it computes with dimensions that it merges, if sizes vary."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from lowering.stages.symbols import maker_of
 
 
 def separate_merges(function: Any) -> None:
-    """Put a barrier before a merge of dynamic dimensions that makes a factor of a product.
+    """Put a barrier before a merge of dimensions of a dynamic tensor that makes a factor.
 
     IREE would compute, merge and pack in one device program, in loops over sizes that it finds by
     division, and refuses its own code ("'affine.delinearize_index' op no basis element may be
     statically non-positive", "all stack allocations need to be hoisted"): the heads of attention,
-    transposed, for any number of texts, and what is behind a softmax in the output's product.
+    transposed, for any number of texts, and what is behind a softmax in the output's product, for
+    one text of any length, too.
 
     Before: %y = tensor.collapse_shape %x [[0, 1], [2], [3]] : tensor<?x4x?x16xf32>
             linalg.batch_matmul ins(%y, ...)
@@ -25,14 +26,14 @@ def separate_merges(function: Any) -> None:
     from iree.compiler import ir
 
     for op in list(function.regions[0].blocks[0].operations):
-        if op.operation.name != "tensor.collapse_shape" or not _merges_dynamic(op):
+        if op.operation.name != "tensor.collapse_shape" or not _merges(op):
             continue
         if maker_of(op.operands[0]).startswith("linalg.") and makes_factor(op.results[0]):
             with op.location, ir.InsertionPoint(op):
                 op.operation.operands[0] = behind_barrier(op.operands[0])
 
 
-def _merges_dynamic(merge: Any) -> bool:
+def _merges(merge: Any) -> bool:
     sizes = sizes_of(merge.operands[0].type)
     groups = [[sizes[d.value] for d in group] for group in merge.attributes["reassociation"]]
-    return any(None in group and sum(size != 1 for size in group) > 1 for group in groups)
+    return None in sizes and any(sum(size != 1 for size in group) > 1 for group in groups)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import transformers.integrations.moe  # registers `grouped_mm_fallback`
 from torch import nn
 
 from tolerances import assert_same

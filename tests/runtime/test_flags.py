@@ -90,6 +90,14 @@ def test_the_first_set_of_flags_is_taken(name: str, dynamic: bool, counts: Count
     assert (counts["refused_flags"], counts["host_ops"]) == (0, 0)
 
 
+def test_the_first_set_of_flags_is_taken_for_one_text_of_any_length(counts: Counter[str]) -> None:
+    args = torch.randn(1, 136, 64), torch.randn(64, 64)
+    torch._dynamo.mark_dynamic(args[0], 1)
+    found = torch.compile(attention_of_heads, backend="npu_iree")(*args)
+    torch.testing.assert_close(found, attention_of_heads(*args), rtol=1e-4, atol=1e-4)
+    assert (counts["refused_flags"], counts["host_ops"]) == (0, 0)
+
+
 def first_token(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.linear(x[:, 0], w).tanh()
 
