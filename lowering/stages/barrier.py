@@ -43,6 +43,16 @@ def behind_barrier(value: Any, *, stays: bool = False, after: Sequence[Any] = ()
     return tied.result
 
 
+def put_barriers(op: Any, places: Sequence[int]) -> None:
+    """Put a barrier before an op at some of its operands, for it alone."""
+    from iree.compiler import ir
+
+    operation = op.operation
+    with operation.location, ir.InsertionPoint(operation):
+        for place in places:
+            operation.operands[place] = behind_barrier(operation.operands[place])
+
+
 def read_behind_barrier(value: Any) -> None:
     """Put a barrier right behind what makes a value, for all that read it, if anything does."""
     from iree.compiler import ir

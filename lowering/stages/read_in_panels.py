@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowering.cpu import best_for
-from lowering.stages.barrier import behind_barrier
+from lowering.stages.barrier import put_barriers
 from lowering.stages.factors import VIEWS, is_plain, is_weight, shapes_of, transposed
 from lowering.stages.multiply_tiles import has_tiles, suits_tiles
 from lowering.stages.structured import broadcast_inputs, is_elementwise
@@ -105,8 +105,6 @@ def read_in_panels(function: Any, features: Collection[str]) -> None:
     Source: the blocks are those of K. Goto and R. van de Geijn, "Anatomy of High-Performance Matrix
         Multiplication" (2008).
     """
-    from iree.compiler import ir
-
     if (block := best_for(features, _BLOCKS)) is None:
         return
     tiles = has_tiles(features)
@@ -117,12 +115,9 @@ def read_in_panels(function: Any, features: Collection[str]) -> None:
         elif not any(operand in computed for operand in op.operands):
             continue
         elif op.operation.name == "linalg.transpose":
-            with ir.InsertionPoint(op):
-                op.operation.operands[0] = behind_barrier(op.operands[0])
+            put_barriers(op, [0])
         elif places := [i for i in broadcast_inputs(op) if op.operands[i] in computed]:
-            with ir.InsertionPoint(op):
-                for i in places:
-                    op.operation.operands[i] = behind_barrier(op.operands[i])
+            put_barriers(op, places)
         elif op.operation.name in VIEWS or is_elementwise(op):
             computed.update(op.results)
 

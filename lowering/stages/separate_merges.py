@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowering.stages.barrier import behind_barrier
+from lowering.stages.barrier import put_barriers
 from lowering.stages.dispatch_work import sizes_of
 from lowering.stages.structured import makes_factor
 from lowering.stages.symbols import maker_of
@@ -23,14 +23,11 @@ def separate_merges(function: Any) -> None:
             linalg.batch_matmul ins(%y, ...)
     After:  %b = util.optimization_barrier %x; %y = tensor.collapse_shape %b ...
     """
-    from iree.compiler import ir
-
     for op in list(function.regions[0].blocks[0].operations):
         if op.operation.name != "tensor.collapse_shape" or not _merges(op):
             continue
         if maker_of(op.operands[0]).startswith("linalg.") and makes_factor(op.results[0]):
-            with op.location, ir.InsertionPoint(op):
-                op.operation.operands[0] = behind_barrier(op.operands[0])
+            put_barriers(op, [0])
 
 
 def _merges(merge: Any) -> bool:

@@ -11,14 +11,14 @@ from lowering.stages.structured import RESHAPES, makes_factor
 def separate_slices(function: Any) -> None:
     """Make a slice a copy, if its rows have gaps and something reads it by index, or cut anywhere.
 
-    If its sizes vary, so are the factors of products: IREE packs such a slice where it multiplies,
-    on a stack that has no end ("stack allocation size overflows 64 bits").
-
     IREE's code generator does not lower an element read at a computed place of such a slice
     ("LLVM Translation failed for operation: builtin.unrealized_conversion_cast"): `x[:, ::2]` or
     `x[..., 0]`, flipped, gathered or indexed. Nor does it distribute a program that merges the
     dimensions of rows cut at a computed place ("write affecting operations on global resources are
     restricted to workgroup distributed contexts"): `x[:, 1:] - x[:, :-1]` of any length.
+
+    A slice of dynamic sizes that is a factor of a product is a copy, too: IREE packs it where it
+    multiplies, on a stack that has no end ("stack allocation size overflows 64 bits").
 
     Before: %0 = tensor.extract_slice %x[0, 0] [8, 8] [1, 2]
             %1 = linalg.generic {%e = tensor.extract %0[%i, %j]}
