@@ -21,13 +21,15 @@ from lowering.nodes import view_root
 from lowering.randomness import read_sizes_only
 from lowering.sizes import is_static
 
+aten = torch.ops.aten
+
 # Tensor constants up to this many elements stay in the IR, where the compiler can fold them.
 INLINE_CONSTANT_ELEMENTS = 16
 
 # AOTAutograd turns Python floats into tensors after decomposition, with ops outside core ATen.
-_CANONICAL = {torch.ops.aten.true_divide.Tensor: torch.ops.aten.div.Tensor}
+_CANONICAL = {aten.true_divide.Tensor: aten.div.Tensor}
 # op -> the place of the argument that it gives if it slices all there is.
-_OF_SLICES = {torch.ops.aten.slice.Tensor: 0, torch.ops.aten.slice_scatter.default: 1}
+_OF_SLICES = {aten.slice.Tensor: 0, aten.slice_scatter.default: 1}
 _LIMITS_OF_ALL = ((0, None), (sys.maxsize, None), (1,))  # start, end, step
 # torch-mlir crashes on these where the dimension is counted from the end.
 _FROM_THE_END = frozenset(
@@ -138,7 +140,7 @@ def _take_writes(graph: fx.Graph) -> tuple[fx.Node, ...]:
     After:  %1 = add(%x, 1); return [%y, %1]                  with %x written
     """
     writes: list[tuple[fx.Node, fx.Node]] = []
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+    for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
         target, value = node.args[:2]
         if target.op != "placeholder" or any(user.op != "output" for user in node.users):
             raise InternalError(f"in a functional graph, {node.format_node()} is not at the end")
@@ -191,9 +193,11 @@ def normalize(graph_module: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
     _add_one_by_one(graph_module.graph)
     _share_sizes(graph_module.graph)
     _drop_whole_slices(graph_module.graph)
+    _drop_strides(graph_module.graph)
     _view_what_replaces_all(graph_module.graph)
     make_empty_values(graph_module.graph)
     compare_with_tensors(graph_module.graph)
+    _raise_to_numbers(graph_module.graph)
     graph_module.graph.eliminate_dead_code()
     constants: dict[fx.Node, torch.Tensor] = {}
     for node in graph_module.graph.nodes:
@@ -243,6 +247,22 @@ def _add_one_by_one(graph: fx.Graph) -> None:
         node.replace_all_uses_with(total)
 
 
+def _raise_to_numbers(graph: fx.Graph) -> None:
+    """Raise to a number that is written down, where AOTAutograd made a tensor of it.
+
+    It computes sizes as tensors, after decomposition, where a float is computed of them.
+
+    Before: %1 = scalar_tensor(2); %2 = pow.Tensor_Tensor(%0, %1)
+    After:  %2 = pow.Tensor_Scalar(%0, 2)
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.pow.Tensor_Tensor):
+        base, exponent = node.all_input_nodes[0], node.args[1]
+        is_float = base.meta["val"].is_floating_point()
+        if is_float and exponent.target is aten.scalar_tensor.default:
+            node.target = aten.pow.Tensor_Scalar
+            node.update_arg(1, exponent.args[0])
+
+
 def _drop_whole_slices(graph: fx.Graph) -> None:
     """Take the values themselves for slices of all there is, and what replaces all for the whole.
 
@@ -270,6 +290,29 @@ def _is_whole(node: fx.Node, place: int) -> bool:
     return one.dtype is other.dtype and str(one.shape) == str(other.shape)
 
 
+def _drop_strides(graph: fx.Graph) -> None:
+    """Take a computed value itself where it is given other strides for its dimensions of 1.
+
+    `F.adaptive_avg_pool2d(x, 1)` does so of images whose channels come last.
+
+    Before: %1 = as_strided(%0, [s0, 8, 1, 1], [8, 1, 8, 8]); exp(%1)       with %0 of [s0, 8, 1, 1]
+    After:  exp(%0)
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
+        value: Any = node.args[0]
+        if view_root(value).op != "placeholder" and _is_same_layout(value, node):
+            node.replace_all_uses_with(value, lambda user: user.op != "output")
+
+
+def _is_same_layout(one: fx.Node, other: fx.Node) -> bool:
+    layouts = []
+    for value in (one.meta["val"], other.meta["val"]):
+        sizes, strides = value.shape, value.stride()
+        layout = [step for size, step in zip(sizes, strides, strict=True) if str(size) != "1"]
+        layouts.append(f"{list(sizes)} {layout} {value.storage_offset()}")
+    return layouts[0] == layouts[1]
+
+
 def _view_what_replaces_all(graph: fx.Graph) -> None:
     """Take a view of what replaces all elements of a computed value by their places in memory.
 
@@ -278,13 +321,13 @@ def _view_what_replaces_all(graph: fx.Graph) -> None:
     Before: %2 = as_strided_scatter(%0, %1, [2, 6], [6, 1], 0)        with %0 of [12], %1 of [2, 6]
     After:  %2 = view(%1, [12])
     """
-    op = torch.ops.aten.as_strided_scatter.default
+    op = aten.as_strided_scatter.default
     for node in graph.find_nodes(op="call_function", target=op):
         value, source, *layout = node.args
         if view_root(value).op != "placeholder" and _is_all_of(value, source, *layout):
             with graph.inserting_before(node):
                 sizes = list(value.meta["val"].shape)
-                view = graph.call_function(torch.ops.aten.view.default, (source, sizes))
+                view = graph.call_function(aten.view.default, (source, sizes))
             view.meta = node.meta
             node.replace_all_uses_with(view)
 

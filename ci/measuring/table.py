@@ -32,6 +32,8 @@ SAME = {"prims.collapse.default": "aten.view.default"}
 
 # Right, but in quadratic time: ops -> the length of rows from which PyTorch's kernels are better.
 SLOW = {("aten.sort.default", "aten.topk.default"): 1024}
+# Right where all sizes are numbers, and refused otherwise.
+STATIC = ("aten.as_strided.default",)
 
 
 # Right on the values that were tried, wrong on others that matter.
@@ -180,7 +182,7 @@ def table_text(rows: Iterable[Row]) -> str:
     host = {op.name: OVERRULED.get(op.name, op.reason) for op in ops if op.name not in listed}
     lines += ["\n[ops]", *(f'"{name}" = {json.dumps(dtypes)}' for name, dtypes in listed.items())]
     lines += ["\n[host]", *(f'"{name}" = {_quoted(reason)}' for name, reason in host.items())]
-    lines += [*_limits(ops), *_slow()]
+    lines += [*_limits(ops), *_dynamic(), *_slow()]
     return "\n".join(lines) + "\n"
 
 
@@ -213,6 +215,13 @@ def _limits(ops: Iterable[Measured]) -> Iterator[str]:
             cut[kind_and_reason].append(op.name)
     for (kind, reason), names in sorted(cut.items()):
         yield f"\n[[limits]]\nops = {json.dumps(names)}\n{kind} = true\nreason = {_quoted(reason)}"
+
+
+def _dynamic() -> Iterator[str]:
+    reason = f"of sizes that are not known: {NOT_LOWERED}"
+    yield (
+        f"\n[[limits]]\nops = {json.dumps(STATIC)}\ndynamic = true\nreason = {_quoted(reason)}"
+    )
 
 
 def _slow() -> Iterator[str]:

@@ -35,6 +35,7 @@ class Limit:
         dtypes: the case needs a tensor of one of these dtypes; empty means any.
         empty: the case needs a tensor with a dimension of (statically) zero.
         scalar: the case needs that no tensor has a dimension.
+        dynamic: the case needs a tensor with a size that is not known.
         longer_than: the case needs a tensor with a dimension (statically) longer than this, if set.
         reason: one line for people.
     """
@@ -43,6 +44,7 @@ class Limit:
     dtypes: frozenset[str]
     empty: bool
     scalar: bool
+    dynamic: bool
     longer_than: int | None
     reason: str
 
@@ -54,6 +56,8 @@ class Limit:
         if self.dtypes and not any(dtype_name(t.dtype) in self.dtypes for t in tensors):
             return False
         if self.scalar and any(t.dim() for t in tensors):
+            return False
+        if self.dynamic and is_static(*tensors):
             return False
         if self.longer_than is not None and _longest(tensors) <= self.longer_than:
             return False
@@ -81,7 +85,7 @@ class Capabilities:
         """SHA-256 of what the table says, wherever it was read from."""
         ops = {op: sorted(dtypes) for op, dtypes in self.ops.items()}
         rows = [
-            [sorted(r.ops), sorted(r.dtypes), r.empty, r.scalar, r.longer_than, r.reason]
+            [sorted(r.ops), sorted(r.dtypes), r.empty, r.scalar, r.dynamic, r.longer_than, r.reason]
             for r in self.limits
         ]
         text = json.dumps([ops, dict(self.host), rows], sort_keys=True)
@@ -131,7 +135,7 @@ def load_capabilities(name: str) -> Capabilities:
         CapabilityError: there is no such file, or it does not have the form described here:
             `[ops]` with `"aten.op.overload" = ["f32", ...]`, `[host]` with
             `"aten.op.overload" = "reason"`, and `[[limits]]` with `ops`, `dtypes`, `empty`,
-            `scalar`, `longer_than` and `reason`.
+            `scalar`, `dynamic`, `longer_than` and `reason`.
     """
     path = Path(name)
     try:
@@ -152,7 +156,7 @@ def load_capabilities(name: str) -> Capabilities:
 
 
 def _limit(row: Mapping[str, object]) -> Limit:
-    unknown = set(row) - {"ops", "dtypes", "empty", "scalar", "longer_than", "reason"}
+    unknown = set(row) - {"ops", "dtypes", "empty", "scalar", "dynamic", "longer_than", "reason"}
     if unknown:
         raise KeyError(f"unknown key {sorted(unknown)} in [[limits]]")
     ops, dtypes = row.get("ops", ()), row.get("dtypes", ())
@@ -166,6 +170,7 @@ def _limit(row: Mapping[str, object]) -> Limit:
         dtypes=frozenset(dtypes),
         empty=bool(row.get("empty", False)),
         scalar=bool(row.get("scalar", False)),
+        dynamic=bool(row.get("dynamic", False)),
         longer_than=longer_than,
         reason=str(row["reason"]),
     )
