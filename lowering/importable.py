@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -209,13 +210,28 @@ def _merge_and_split(writer: _Writer, view: fx.Node) -> None:
     groups = _shared_factors(old, new) or [(len(old), list(new))]
     for axis, (count, _) in enumerate(groups):
         if count > 1:
-            source = writer.call(torch.ops.prims.collapse.default, source, axis, axis + count - 1)
+            value = _value(source)
+            shape = [*value.shape]
+            shape[axis : axis + count] = [math.prod(shape[axis : axis + count])]
+            source = writer.call(
+                torch.ops.prims.collapse.default,
+                source,
+                axis,
+                axis + count - 1,
+                value=value.new_empty(
+                    shape
+                ),  # to merge them, PyTorch would ask how they are stored
+            )
     ends = list(itertools.accumulate(len(of_group) for _, of_group in groups))
     for axis, (_, of_group) in reversed([*enumerate(groups)]):
         if len(of_group) > 1:
             own = sizes[ends[axis] - len(of_group) : ends[axis]]  # type: ignore[index]
             known = _written_down(writer, source, axis, own, of_group)
-            source = writer.call(aten.unflatten.int, source, axis, known)
+            value = _value(source)
+            shape = [*value.shape]
+            shape[axis : axis + 1] = of_group
+            whole = value.new_empty(shape)
+            source = writer.call(aten.unflatten.int, source, axis, known, value=whole)
     view.replace_all_uses_with(source)  # type: ignore[arg-type]
     view.graph.erase_node(view)
 

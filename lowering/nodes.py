@@ -133,6 +133,12 @@ def _unbacked(value: object) -> frozenset[object]:
     return frozenset(symbol for v in sized for symbol in free_unbacked_symbols(v))
 
 
+def takes_tensors(node: fx.Node) -> bool:
+    """Say whether all that a node takes of others are tensors, and sizes."""
+    inputs = [n.meta.get("val") for n in node.all_input_nodes]
+    return all(isinstance(value, (torch.Tensor, torch.SymInt)) for value in inputs)
+
+
 def takes_static_tensors(node: fx.Node) -> bool:
     """Say whether all that a node takes of others are tensors of sizes that do not change."""
     inputs = [n.meta.get("val") for n in node.all_input_nodes]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 
 def is_static(*tensors: torch.Tensor) -> bool:
@@ -16,6 +17,13 @@ def is_static(*tensors: torch.Tensor) -> bool:
 def are_known(sizes: Sequence[int]) -> bool:
     """Say whether all of these sizes are numbers, not symbols."""
     return all(isinstance(size, int) for size in sizes)
+
+
+def are_same(sizes: Sequence[int], others: Sequence[int]) -> bool:
+    """Say whether these sizes are those, whatever numbers symbols stand for."""
+    if len(sizes) != len(others):
+        return False
+    return all(statically_known_true(a == b) for a, b in zip(sizes, others, strict=True))
 
 
 def of_each(values: Sequence[int], rank: int) -> list[int]:

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
-from lowering.nodes import takes_static_tensors
-
 aten = torch.ops.aten
 FEW_ROWS = 8
 # product -> the position of its first factor.
@@ -27,11 +25,6 @@ def _is_convolution(node: fx.Node) -> bool:
 
 def _is_depthwise(node: fx.Node) -> bool:
     return node.target is aten.convolution.default and bool(node.args[_GROUPS] != 1)
-
-
-def _is_dynamic(node: fx.Node) -> bool:
-    """Say whether a convolution is one of sizes that change, which no rewrite takes."""
-    return _is_convolution(node) and not takes_static_tensors(node)
 
 
 def _is_matmul(node: fx.Node) -> bool:
@@ -58,7 +51,6 @@ def _is_float32(node: fx.Node) -> bool:
 _ANY: dict[str, Callable[[fx.Node], bool]] = {
     "convolution": _is_convolution,
     "depthwise": _is_depthwise,
-    "dynamic": _is_dynamic,
     "matmul": _is_matmul,
 }
 
@@ -66,7 +58,7 @@ _ANY: dict[str, Callable[[fx.Node], bool]] = {
 def traits_of(graphs: Sequence[fx.GraphModule]) -> frozenset[str]:
     """Return what of the following graphs contain.
 
-    `convolution`, `depthwise` (one in groups), `dynamic` (one of sizes that change), `matmul`;
+    `convolution`, `depthwise` (one in groups), `matmul`;
     `float32`: there are products or convolutions, all of that type; `few-rows`: there are products,
     and most have at most 8 rows.
     """

@@ -110,10 +110,8 @@ _CPU_CANDIDATES = (
     Candidate(name="none", flags=_LLVM_CPU),
 )
 # What of a kind of region was fastest (`ci/measure_flags.py`). Convolutions that are not rewritten
-# as products (`lowering.rewrites.convolutions`) are best with channels last; of sizes that change,
-# none are, and im2col is best.
+# as products (`lowering.rewrites.convolutions`) are best with channels last.
 _CPU_CHOICES = (
-    Choice(traits=_CONVOLUTION | _FLOAT32 | {"dynamic"}, candidates=("im2col-packed",)),
     Choice(traits=_CONVOLUTION | _FLOAT32, candidates=("channels-last-packed",)),
     Choice(traits=_CONVOLUTION, candidates=("im2col",)),
     Choice(traits=_FLOAT32, candidates=("packed",)),

@@ -219,9 +219,7 @@ def _limits(ops: Iterable[Measured]) -> Iterator[str]:
 
 def _dynamic() -> Iterator[str]:
     reason = f"of sizes that are not known: {NOT_LOWERED}"
-    yield (
-        f"\n[[limits]]\nops = {json.dumps(STATIC)}\ndynamic = true\nreason = {_quoted(reason)}"
-    )
+    yield (f"\n[[limits]]\nops = {json.dumps(STATIC)}\ndynamic = true\nreason = {_quoted(reason)}")
 
 
 def _slow() -> Iterator[str]:

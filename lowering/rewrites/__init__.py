@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from lowering.graph_modules import graph_module_of
-from lowering.nodes import takes_static_tensors
+from lowering.importable import make_importable
 from lowering.rewrites import broadcasts, convolutions, products
 from lowering.rewrites.channels_last import ChannelsLast
 from lowering.rewrites.forms import Forms
@@ -36,7 +36,7 @@ FORMS: Mapping[str, type[Forms]] = {
 
 
 def rewrite(graph_module: fx.GraphModule, target: CompileTarget) -> fx.GraphModule:
-    """Rewrite ops of static sizes as a target wants them.
+    """Rewrite ops as a target wants them: those of static sizes, and convolutions of any.
 
     Before: %y = convolution(%x, %w, None, ...)            with %x of [N, C, L], %w of [C, 1, 2]
     After:  %1 = mul(slice(%x, 2, 0, L - 1), select(%w, 2, 0))
@@ -49,9 +49,12 @@ def rewrite(graph_module: fx.GraphModule, target: CompileTarget) -> fx.GraphModu
     Returns:
         A new graph, or the same one if there is nothing to rewrite.
     """
+    given = graph_module
     graph_module = _by_rules(graph_module, [RULES[n] for n in target.rewrites if n in RULES])
     for form in (FORMS[name] for name in target.rewrites if name not in RULES):
         graph_module = form().rewrite(graph_module)
+    if graph_module is not given:
+        make_importable(graph_module.graph)  # of sizes that are not known, views are written anew
     return graph_module
 
 
@@ -61,8 +64,8 @@ def _by_rules(graph_module: fx.GraphModule, rules: Sequence[Mapping[Any, Rule]])
     recorder, is_rewritten = Recorder(graph), False
     for node in graph_module.graph.nodes:
         new: Any = NotImplemented
-        rule = table.get(node.target) if takes_static_tensors(node) else None
-        if rule is not None and (taken := rule.takes(node)) is not None:
+        rule = table.get(node.target)
+        if rule is not None and rule.is_for(node) and (taken := rule.takes(node)) is not None:
             args = fx.map_arg(taken, values.__getitem__)
             new = recorder.record(rule.function, args, node.meta)
         if new is not NotImplemented:

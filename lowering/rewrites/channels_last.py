@@ -15,11 +15,13 @@ from typing import Any, cast
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from typing_extensions import override
 
-from lowering.nodes import takes_static_tensors
+from lowering.nodes import takes_tensors
 from lowering.rewrites.forms import Forms
 from lowering.rewrites.windows import MOST_PLACES, Window, to_first, to_last, windows
+from lowering.sizes import are_same
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _UNCHANGED: Any = NotImplemented
@@ -32,10 +34,14 @@ class ChannelsLast(Forms):
     After:  %3 = relu(%1)                                           and %3 in the place of %4
     """
 
+    takes = staticmethod(takes_tensors)
+
     @override
     def copied(self, node: fx.Node) -> None:
-        if node.target is aten.convolution.default and takes_static_tensors(node):
-            self.moved[node] = self._permuted(node, self.plain[node], to_last)
+        if node.target is aten.convolution.default and self.takes(node):
+            value = self._permuted(node, self.plain[node], to_last)
+            if value is not NotImplemented:
+                self.moved[node] = value
 
     @override
     def restored(self, node: fx.Node) -> Any:
@@ -44,7 +50,7 @@ class ChannelsLast(Forms):
     @override
     def aligned(self, operand: fx.Node, node: fx.Node) -> Any:
         given, rank = operand.meta["val"], node.meta["val"].ndim
-        if given.numel() == node.meta["val"].numel():
+        if statically_known_true(given.numel() == node.meta["val"].numel()):
             return None  # an image with channels first: to move it costs what this is to save
         if operand in self.moved and given.ndim == rank:
             return self.moved[operand]
@@ -53,17 +59,17 @@ class ChannelsLast(Forms):
     @override
     def move(self, node: fx.Node) -> bool:
         if node.target is aten.permute.default:
-            return takes_static_tensors(node) and self._move_permute(node)
+            return self.takes(node) and self._move_permute(node)
         if self.move_pointwise(node):
             return True
         pool = _pool_of(node)
         source, function = (node, _OPS.get(node.target)) if pool is None else (pool, _max_pool)
         operands = source.all_input_nodes
-        if function is None or source.kwargs or not operands or not takes_static_tensors(source):
+        if function is None or source.kwargs or not operands or not self.takes(source):
             return False
-        if not all(operand in self.moved for operand in operands):
+        if not all(self._is_moved(operand) for operand in operands):
             return False
-        args = fx.map_arg(source.args, self.moved.__getitem__)
+        args = fx.map_arg(source.args, lambda n: self.moved.get(n) or self.as_plain(n))
         return self.moves(node, self.write(node, function, *args))
 
     @override
@@ -88,6 +94,9 @@ class ChannelsLast(Forms):
             self.moved[node] = self.as_plain(source)
             return True
         return False
+
+    def _is_moved(self, operand: fx.Node) -> bool:
+        return operand in self.moved or isinstance(operand.meta["val"], torch.SymInt)
 
     def _permuted(self, node: fx.Node, value: Any, order: Callable[[int], list[int]]) -> Any:
         return self.write(node, _permute, value, order(node.meta["val"].ndim))
@@ -160,7 +169,11 @@ def _place(dim: int, rank: int) -> int:
 
 def _view(x: torch.Tensor, size: Sequence[int]) -> Any:
     count, *_, channels = x.shape
-    return x.reshape(count, *size[2:], channels) if [*size[:2]] == [count, channels] else _UNCHANGED
+    return (
+        x.reshape(count, *size[2:], channels)
+        if are_same(size[:2], [count, channels])
+        else _UNCHANGED
+    )
 
 
 _LEAST_RANK = 3  # of what has channels and places

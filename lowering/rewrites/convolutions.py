@@ -18,8 +18,10 @@ import torch
 
 from lowering.decompositions.convolution import spread, spread_all, unread
 from lowering.decompositions.halves import widened
+from lowering.rewrites.recorder import first_of
 from lowering.rewrites.rule import Rule
 from lowering.rewrites.windows import MOST_PLACES, Window, to_first, to_last, windows
+from lowering.sizes import are_known, is_static
 
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented
@@ -30,6 +32,7 @@ _SMALL_IMAGE = 256
 # each other, torch-mlir's convolution over the batch takes up to 1.3 times as long as the product;
 # apart, 10 to 30 times.
 _MOST_PLACES_OF_GRADIENT = 64
+_STRIP = 8  # places of a row that are computed together, where its width is not known
 _MOST_PHASES = 16  # places between two windows, for the gradient of the input
 _MOST_BYTES_OF_WINDOWS = {False: 64 << 20, True: 1 << 30}
 
@@ -67,16 +70,19 @@ def convolution(
         output_padding: of transposed ones.
         groups: 1, or C and F.
     """
-    if transposed:
+    if transposed or not is_static(weight):
         return _UNCHANGED
     window = Window.of(x.dim() - 2, weight.shape[2:], stride, padding, dilation)
     is_small = _is_small(x, weight)
     last = widened(x).permute(to_last(x.dim()))
     y = _UNCHANGED
-    if is_small and groups == x.shape[1] == weight.shape[0] and x.dim() < 5:
+    is_known = are_known(last.shape[1:-1])
+    if is_small and is_known and groups == x.shape[1] == weight.shape[0] and x.dim() < 5:
         y = _by_channel(last, widened(weight), window)
     elif groups == 1 and ((is_small and x.dim() == 3) or _is_images(x, weight)):
         y = _product(last, widened(weight), window)
+        if y is _UNCHANGED and not are_known(last.shape[2:3]):
+            y = _in_strips(last, weight, window)
     if y is _UNCHANGED:
         return y
     if bias is not None:
@@ -171,18 +177,64 @@ def _product(x: torch.Tensor, weight: torch.Tensor, window: Window) -> Any:
     elif (
         len(sizes) == 1
         or places == 1
-        or (math.prod(sizes) <= _SMALL_IMAGE and places <= MOST_PLACES)
+        or (are_known(sizes) and math.prod(sizes) <= _SMALL_IMAGE and places <= MOST_PLACES)
     ):
-        seen = torch.cat(windows(x, window), -1)
+        pieces = windows(x, window)
+        seen = torch.cat(pieces, -1) if len(pieces) > 1 else pieces[0]
     else:
         return _UNCHANGED
     return _multiplied(seen, weight)
 
 
+def _in_strips(x: torch.Tensor, weight: torch.Tensor, window: Window) -> torch.Tensor:
+    """Convolve strips of images of any width, each of them of `_STRIP` places of the result.
+
+    IREE computes vectors of places only if a row has a known number of them.
+
+    Before: %y = convolution(%x, %w, ...)          with %x of [N, C, H, W], %w of [F, C, KH, KW]
+    After:  %s = the columns that a strip sees, [N * Q, C, H, S], for Q strips
+            %y = slice(view(permute(convolution(%s, %w, ...)), [N, M, Q * 8, F]), 2, 0, L)
+
+    Args:
+        x: `[N, H, W, C]`.
+    """
+    count, height, width, channels = x.shape
+    _, (_, step), (above, left), (_, between) = window
+    reach = between * (window.kernel[1] - 1) + 1  # columns that a window sees
+    made = (width + 2 * left - reach) // step + 1
+    strips = (made + _STRIP - 1) // _STRIP
+    own, beyond = _STRIP * step, max(reach - step, 0)  # columns of a strip, and of those after it
+    more = -(-(beyond + step) // own)
+    most = left - reach + (_STRIP + more * _STRIP) * step  # columns right of the image
+    padded = aten.constant_pad_nd.default(x, [0, 0, left, most, above, above], 0)
+    rows = height + 2 * above
+    columns = first_of(padded, 2, (strips + more) * own)
+    whole = aten.view.default(columns, [count, rows, strips + more, own, channels])
+    parts = [aten.slice.Tensor(whole, 2, 0, strips)]
+    for i in range(1, more + 1):
+        if (needed := min(beyond - (i - 1) * own, own)) > 0:
+            part = aten.slice.Tensor(whole, 2, i, strips + i)
+            parts.append(aten.slice.Tensor(part, 3, 0, needed))
+    seen = torch.cat(parts, 3).permute(0, 2, 1, 3, 4).contiguous()
+    images = aten.view.default(seen, [count * strips, rows, own + beyond, channels])
+    places = window.stride, [0, 0], window.dilation
+    y = aten.convolution.default(
+        images.permute(to_first(4)), weight, None, *places, False, [0, 0], 1
+    ).permute(to_last(4))
+    high, features = y.shape[1], weight.shape[0]
+    apart = aten.view.default(y, [count, strips, high, _STRIP, features])
+    row = apart.permute(0, 2, 1, 3, 4).contiguous()
+    row = aten.view.default(row, [count, high, strips * _STRIP, features])
+    return first_of(row, 2, made)
+
+
 def _multiplied(seen: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply what windows saw, `[N, ..., K * C]`, by a weight, `[F, C, ...]`."""
-    y = torch.mm(seen.flatten(0, -2), _rows(weight.flatten(2)).t())
-    return y.view(*seen.shape[:-1], -1)
+    *places, width = seen.shape
+    rows = aten.view.default(seen, [math.prod(places), width])
+    y = torch.mm(rows, _rows(weight.flatten(2)).t())
+    whole: torch.Tensor = aten.view.default(y, [*places, weight.shape[0]])
+    return whole
 
 
 def _by_channel(x: torch.Tensor, weight: torch.Tensor, window: Window) -> torch.Tensor:
@@ -316,6 +368,6 @@ def _rows(weight: torch.Tensor) -> torch.Tensor:
 
 
 RULES: Mapping[Any, Rule] = {
-    aten.convolution.default: Rule(convolution),
+    aten.convolution.default: Rule(convolution, is_dynamic=True),
     aten.convolution_backward.default: Rule(convolution_backward),
 }

@@ -13,6 +13,11 @@ from torch import fx
 from lowering.graph_modules import graph_module_of
 from lowering.nodes import takes_static_tensors
 from lowering.rewrites.recorder import Recorder
+from lowering.sizes import are_same
+
+
+class _NoWayBackError(Exception):
+    """A value cannot be written as it was: not for all sizes that it may be of."""
 
 
 class Forms(ABC):
@@ -25,7 +30,10 @@ class Forms(ABC):
         moved: nodes of the old graph -> nodes of the new one, of the other form.
         plain: nodes of the old graph -> nodes of the new one, as they were.
         is_changed: whether a node is computed in the other form, or its change of form left out.
+        takes: whether a node takes what can be computed in the other form.
     """
+
+    takes: Callable[[fx.Node], bool] = staticmethod(takes_static_tensors)
 
     def __init__(self) -> None:
         self.moved = dict[fx.Node, Any]()
@@ -40,10 +48,13 @@ class Forms(ABC):
         Args:
             graph_module: of a region; every node carries its fake tensor.
         """
-        for node in graph_module.graph.nodes:
-            if not self.move(node):
-                self.plain[node] = self._graph.node_copy(node, self.as_plain)
-                self.copied(node)
+        try:
+            for node in graph_module.graph.nodes:
+                if not self.move(node):
+                    self.plain[node] = self._graph.node_copy(node, self.as_plain)
+                    self.copied(node)
+        except _NoWayBackError:
+            return graph_module
         if not self.is_changed:
             return graph_module
         self._graph.eliminate_dead_code()
@@ -68,6 +79,8 @@ class Forms(ABC):
         """Return the value of a node as it was."""
         if node not in self.plain:
             self.plain[node] = self.restored(node)
+            if self.plain[node] is NotImplemented:
+                raise _NoWayBackError(node.name)
         return self.plain[node]
 
     def write(self, node: fx.Node, function: Callable[..., Any], *args: Any) -> Any:
@@ -90,18 +103,20 @@ class Forms(ABC):
 
     def move_pointwise(self, node: fx.Node) -> bool:
         """Write an op of each number by itself, if an operand of all of its numbers is moved."""
-        if not _is_pointwise(node) or not takes_static_tensors(node):
+        if not _is_pointwise(node) or not self.takes(node):
             return False
         shape, operands = node.meta["val"].shape, dict[fx.Node, Any]()
         for operand in node.all_input_nodes:
-            if operand in self.moved and operand.meta["val"].shape == shape:
+            if operand in self.moved and are_same(operand.meta["val"].shape, shape):
                 operands[operand] = self.moved[operand]
         if not operands:
             return False
         for operand in node.all_input_nodes:
-            if operand not in operands:
+            if isinstance(operand.meta["val"], torch.SymInt):
+                operands[operand] = self.as_plain(operand)
+            elif operand not in operands:
                 operands[operand] = self.aligned(operand, node)
-        if None in operands.values():
+        if None in operands.values() or NotImplemented in operands.values():
             return False
         function = functools.partial(cast(Callable[..., Any], node.target), **node.kwargs)
         args = fx.map_arg(node.args, operands.__getitem__)

@@ -12,7 +12,6 @@ import torch
 from torch import fx
 from typing_extensions import override
 
-from lowering.nodes import takes_static_tensors
 from lowering.rewrites.forms import Forms
 
 aten = torch.ops.aten
@@ -29,7 +28,7 @@ class Matrices(Forms):
 
     @override
     def copied(self, node: fx.Node) -> None:
-        if node.target is aten.mm.default and takes_static_tensors(node):
+        if node.target is aten.mm.default and self.takes(node):
             self.moved[node] = self.plain[node]
 
     @override

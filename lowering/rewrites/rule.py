@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import fx
 
+from lowering.nodes import takes_static_tensors, takes_tensors
+
 Arguments = tuple[Any, ...]
 
 
@@ -25,7 +27,13 @@ class Rule:
             left as it is; gets a tensor for each node that `takes` returns.
         takes: returns the arguments of `function`, which may stand further up in the graph than
             those of the node; None where the op is best left as it is.
+        is_dynamic: whether it is one of sizes that are not known, too.
     """
 
     function: Callable[..., Any]
     takes: Callable[[fx.Node], Arguments | None] = all_of
+    is_dynamic: bool = False
+
+    def is_for(self, node: fx.Node) -> bool:
+        """Say whether it is a rewrite of what a node takes."""
+        return (takes_tensors if self.is_dynamic else takes_static_tensors)(node)

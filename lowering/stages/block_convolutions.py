@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowering.cpu import best_for
+from lowering.stages.dispatch_work import sizes_of
 from lowering.stages.multiply_tiles import LEAST_HEIGHT, has_tiles, suits_tiles
 from lowering.stages.read_in_panels import unevenness
 from lowering.stages.symbols import inside, variants
@@ -35,6 +36,7 @@ _REGISTERS: Mapping[frozenset[str], tuple[range, int] | None] = {
     frozenset({"avx2", "fma"}): (range(3, 7), 16),
     frozenset(): None,
 }
+_ROWS_OF_ANY = 8  # of a work item, of images of any height
 _TILES = range(LEAST_HEIGHT, ROWS + 1), COLUMNS
 
 
@@ -123,36 +125,48 @@ def _block_of(op: Any, features: Collection[str]) -> _Block | None:
     if not _MAPS.fullmatch(", ".join(map(str, maps))):
         return None
     kinds = [ir.RankedTensorType(operand.type) for operand in op.operands]
-    if not all(str(k.element_type) == "f32" and k.has_static_shape for k in kinds):
+    if not all(str(k.element_type) == "f32" for k in kinds):
         return None
-    _, weight, result = kinds
-    count, height, places, _ = result.shape
+    weight, result = (sizes_of(kind) for kind in kinds[1:])
     vectors = _VECTORS.search(str(op.attributes[_CONFIG]))
-    size = _size_of(weight.shape, result.shape, features)
+    size = _size_of(weight, result, features)
     if size is None or vectors is None:
         return None
     width, columns = size
-    rows = [d for d in range(1, height + 1) if height % d == 0]
-    panels = weight.shape[-1] // columns
     return _Block(
         before=", ".join(vectors[1].split(", ")[:4]),
-        item_rows=min(rows, key=lambda d: (unevenness([d] * (count * height // d * panels)), -d)),
+        item_rows=_item_rows(result, columns),
         width=width,
-        places=places,
+        places=result[2] or 0,
         columns=columns,
     )
 
 
+def _item_rows(result: Sequence[int | None], columns: int) -> int:
+    """Return how many rows a work item has: such that all workers have the same to do."""
+    count, height, _, made = result
+    if height is None:
+        return _ROWS_OF_ANY
+    rows = [d for d in range(1, height + 1) if height % d == 0]
+    items = (count or 1) * height * ((made or 0) // columns)
+    return min(rows, key=lambda d: (unevenness([d] * (items // d)), -d))
+
+
 def _size_of(
-    weight: Sequence[int], result: Sequence[int], features: Collection[str]
+    weight: Sequence[int | None], result: Sequence[int | None], features: Collection[str]
 ) -> tuple[int, int] | None:
     """Return how many places, and features of each, a block has; None: it would not be whole."""
-    *window, channels, _ = weight
-    count, height, places, made = result
+    known = [size for size in (*weight, *result[2:]) if size is not None]
+    if len(known) < 6:
+        return None
+    *window, channels, _, places, made = known
+    count, height, *_ = result
     depth = math.prod(window) * channels
     options = [best_for(features, _REGISTERS)]
     if (
         has_tiles(features)
+        and count is not None
+        and height is not None
         and channels % DEPTH == 0
         and suits_tiles(count * height * places, depth)
     ):

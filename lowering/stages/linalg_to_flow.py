@@ -16,6 +16,7 @@ from lowering.stages.iree_session import CHANNELS_LAST, DATA_TILING, IreeSession
 from lowering.stages.keep_arguments import keep_arguments
 from lowering.stages.keep_off_stack import keep_off_stack
 from lowering.stages.keep_signs import keep_signs
+from lowering.stages.put_channels_last import put_channels_last
 from lowering.stages.read_by_rows import mark_few_rows, read_by_rows
 from lowering.stages.read_chosen import read_chosen
 from lowering.stages.read_in_panels import read_in_panels
@@ -27,7 +28,6 @@ from lowering.stages.separate_pieces import separate_pieces
 from lowering.stages.separate_reads import separate_reads
 from lowering.stages.separate_scalars import MOST_BINDINGS, separate_scalars
 from lowering.stages.separate_slices import separate_slices
-from lowering.stages.separate_weights import separate_weights
 from lowering.stages.separate_writes import separate_writes
 from lowering.stages.sort_nans import sort_nans
 from lowering.stages.store_exponentials import store_exponentials
@@ -107,7 +107,7 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 separate_scalars(function)
                 separate_pieces(function)
                 if any(CHANNELS_LAST in flag for flag in options.flags):
-                    separate_weights(function)
+                    put_channels_last(function)
                 if is_tiled:
                     separate_merges(function)
                     widen_masks(function)

@@ -6,7 +6,13 @@ from typing import Any
 
 from lowering.stages.barrier import put_barriers
 from lowering.stages.dispatch_work import sizes_of
-from lowering.stages.structured import makes_factor
+from lowering.stages.structured import (
+    RESHAPES,
+    inputs_of,
+    is_elementwise,
+    makes_factor,
+    products_of,
+)
 from lowering.stages.symbols import maker_of
 
 
@@ -19,15 +25,50 @@ def separate_merges(function: Any) -> None:
     transposed, for any number of texts, and what is behind a softmax in the output's product, for
     one text of any length, too.
 
+    So is there one before what was computed earlier and is added to the product. IREE would pack it
+    where it is computed, with sizes that it takes from the factor, which is not yet there ("failed
+    without a word"): the sum at the end of a block of ConvNeXt.
+
     Before: %y = tensor.collapse_shape %x [[0, 1], [2], [3]] : tensor<?x4x?x16xf32>
-            linalg.batch_matmul ins(%y, ...)
+            %z = linalg.batch_matmul ins(%y, ...); linalg.generic { addf } ins(%z, %a)
     After:  %b = util.optimization_barrier %x; %y = tensor.collapse_shape %b ...
+            %z = linalg.batch_matmul ins(%y, ...); %c = util.optimization_barrier %a
+            linalg.generic { addf } ins(%z, %c)
     """
     for op in list(function.regions[0].blocks[0].operations):
         if op.operation.name != "tensor.collapse_shape" or not _merges(op):
             continue
         if maker_of(op.operands[0]).startswith("linalg.") and makes_factor(op.results[0]):
             put_barriers(op, [0])
+            for product in products_of(op.results[0]):
+                _separate_addends(product)
+
+
+def _separate_addends(product: Any) -> None:
+    """Put a barrier before what is added to a product, if it is no follower of the product."""
+    followers = _followers(product.results[0])
+    made = {product, *followers}
+    for op in followers:
+        others = []
+        for place, operand in enumerate(inputs_of(op)):
+            while maker_of(operand) in RESHAPES:
+                operand = operand.owner.operands[0]
+            is_computed = maker_of(operand).startswith("linalg.") and operand.owner not in made
+            if is_computed and None in sizes_of(operand.type):
+                others.append(place)
+        put_barriers(op, others)
+
+
+def _followers(value: Any) -> list[Any]:
+    """Return what computes number by number with a value, and with what they make, and so on."""
+    found, values = dict[Any, None](), [value]
+    while values:
+        users = [use.owner.operation for use in values.pop().uses]
+        for user in users:
+            if user not in found and (is_elementwise(user) or user.name in RESHAPES):
+                found[user] = None
+                values += user.results
+    return [op for op in found if is_elementwise(op)]
 
 
 def _merges(merge: Any) -> bool:

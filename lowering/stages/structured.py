@@ -62,10 +62,16 @@ def repeated_dims(op: Any) -> set[int]:
     return set(range(made.n_dims)) - loops
 
 
+def products_of(value: Any) -> list[Any]:
+    """Return the products that read a value, as it is, reshaped or transposed."""
+    users = [use.owner.operation for use in value.uses]
+    found = [user for user in users if user.name in PRODUCTS]
+    for user in users:
+        if user.name in _PASSES_ON:
+            found += products_of(user.results[0])
+    return found
+
+
 def makes_factor(value: Any) -> bool:
     """Say whether a product reads a value, as it is, reshaped or transposed."""
-    users = [use.owner.operation for use in value.uses]
-    return any(
-        user.name in PRODUCTS or (user.name in _PASSES_ON and makes_factor(user.results[0]))
-        for user in users
-    )
+    return bool(products_of(value))

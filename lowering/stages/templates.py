@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lowering.stages.dispatch_work import walk
+
 
 def replace_by(op: Any, text: str, arguments: Sequence[Any]) -> Any:
     """Replace an op of one result by the body of a function; return the new result.
@@ -69,8 +71,10 @@ def clones(ops: Iterable[Any], values: Mapping[Any, Any], location: Any = None) 
         copy = op.operation.clone()
         if location is not None:
             copy.location = location
-        for i, operand in enumerate(op.operands):
-            copy.operands[i] = values.get(operand, operand)
+        for inner in walk(copy):
+            for i, operand in enumerate(inner.operands):
+                if operand in values:
+                    inner.operands[i] = values[operand]
         values.update(zip(op.operation.results, copy.results, strict=True))
     return values
 

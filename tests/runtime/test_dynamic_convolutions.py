@@ -1,0 +1,131 @@
+"""Convolutions of any batch, height and width: right at every edge, in one form for all."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
+# Widths around those of strips; the first two differ, so that no size is taken for a constant.
+IMAGES = [(2, 20, 24), (3, 17, 33), (2, 21, 9), (5, 19, 16), (2, 24, 7), (2, 9, 40), (4, 15, 65)]
+# (kernel, stride, padding, dilation)
+WINDOWS = {
+    "3x3": (3, 1, 1, 1),
+    "strided": (7, 2, 3, 1),
+    "without padding": (3, 1, 0, 1),
+    "apart": (3, 1, 6, 6),
+    "of a row": ((1, 7), 1, (0, 3), 1),
+    "next to each other": (2, 2, 0, 1),
+    "of one place": (1, 1, 0, 1),
+    "with places between": (3, 4, 0, 1),
+}
+
+
+def convolutions(*window: int | tuple[int, int]) -> nn.Module:
+    first = nn.Conv2d(5, 16, *window)  # type: ignore[arg-type]
+    return nn.Sequential(first, nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1, bias=False)).eval()
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+@torch.no_grad()
+def test_images_of_any_size(name: str, counts: Counter[str]) -> None:
+    model = convolutions(*WINDOWS[name])
+    compiled = torch.compile(model, backend="npu_iree", dynamic=True)
+    for count, height, width in IMAGES:
+        x = torch.randn(count, 5, height, width)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+    assert (counts["graphs"], counts["host_ops"], counts["refused_flags"]) == (1, 0, 0)
+
+
+@torch.no_grad()
+def test_batches_of_any_size(counts: Counter[str]) -> None:
+    model = convolutions(3, 2, 1)
+    compiled = torch.compile(model, backend="npu_iree")
+    for count in (3, 2, 8):
+        x = torch.randn(count, 5, 28, 28)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+    assert (counts["graphs"], counts["host_ops"], counts["refused_flags"]) == (1, 0, 0)
+
+
+class Block(nn.Module):
+    """What ConvNeXt is made of: the sum at its end is of what came in, two products before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(16, 16, 7, padding=3, groups=16)
+        self.norm = nn.LayerNorm(16)
+        self.wide, self.narrow = nn.Conv2d(16, 64, 1), nn.Conv2d(64, 16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.depthwise(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return self.narrow(F.gelu(self.wide(y))) + x
+
+
+@pytest.mark.parametrize("dims", [[0], [0, 2, 3]], ids=["batch", "all"])
+@torch.no_grad()
+def test_residual_blocks(dims: list[int], counts: Counter[str]) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 16, 4, 4), Block(), Block()).eval()
+    compiled = torch.compile(model, backend="npu_iree")
+    for count, height, width in ((2, 48, 56), (3, 64, 32)) if len(dims) > 1 else ((2, 48, 56),):
+        x = torch.randn(count, 3, height, width)
+        torch._dynamo.mark_dynamic(x, dims)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+    assert (counts["graphs"], counts["host_ops"], counts["refused_flags"]) == (1, 0, 0)
+
+
+def pooled(x: torch.Tensor) -> torch.Tensor:
+    return F.max_pool2d(x.exp(), 3, 2, 1) + F.avg_pool2d(x, 2)
+
+
+def pooled_to_one(x: torch.Tensor) -> torch.Tensor:
+    y = x.contiguous(memory_format=torch.channels_last).relu()
+    return F.adaptive_avg_pool2d(y, 1).permute(0, 2, 3, 1).exp()
+
+
+def repeated(x: torch.Tensor) -> torch.Tensor:
+    y = F.avg_pool2d(x, 2)
+    square = y.flatten(2).relu().unflatten(2, (y.shape[2], -1))
+    return F.interpolate(square, scale_factor=2.0)  # its sizes have squares of sizes in them
+
+
+@pytest.mark.parametrize("function", [pooled, pooled_to_one, repeated])
+def test_what_stands_between(
+    function: Callable[[torch.Tensor], torch.Tensor], counts: Counter[str]
+) -> None:
+    compiled = torch.compile(function, backend="npu_iree", dynamic=True)
+    for count, size in itertools.product((2, 3), (8, 12)):
+        x = torch.randn(count, 4, size, size)
+        torch.testing.assert_close(compiled(x), function(x), rtol=1e-4, atol=1e-4)
+    assert (counts["compiles"], counts["host_ops"]) == (1, 0)
+
+
+def test_weights_of_any_size(counts: Counter[str]) -> None:
+    def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x, weight, padding=1).relu() + 1
+
+    compiled = torch.compile(function, backend="npu_iree", dynamic=True)
+    for size in (9, 14):
+        args = torch.randn(2, 4, size, size + 2), torch.randn(size, 4, 3, 3)
+        torch.testing.assert_close(compiled(*args), function(*args), rtol=1e-4, atol=1e-4)
+    assert counts["host_ops"] == 0
+
+
+def test_strides_that_are_asked_for_cost_no_search(counts: Counter[str]) -> None:
+    """Such a view is no op of the device's, and no compile is needed to find that out."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        return y.as_strided((x.shape[0] - 1, 2), (y.stride(0), 1)).sin()
+
+    compiled = torch.compile(function, backend="npu_iree", dynamic=True)
+    x = torch.randn(7, 5)
+    torch.testing.assert_close(compiled(x), function(x), rtol=1e-4, atol=1e-4)
+    assert counts["compiles"] == 2
