@@ -46,7 +46,7 @@ def make_importable(graph: fx.Graph) -> None:
     Expansions that repeat nothing are dropped: of dynamic dimensions, torch-mlir would have the
     device find out, number by number, whether they are 1. Sizes taken for tensors become tensors,
     and several indices one: torch-mlir reads by no two that may have to be broadcast. Remainders of
-    sizes and sorts are made of what it takes.
+    sizes, floats that are counted up to a size, and sorts are made of what it takes.
 
     Before: %1 = aten.view(%0, [s0*s1, 8, 8])                      with %0 of [s0, s1, 64]
             %2 = aten.sub.Tensor(%s0, %1)
@@ -143,6 +143,18 @@ def _take_remainder(writer: _Writer, node: fx.Node) -> None:
     number, divisor = node.args
     whole = writer.call(operator.mul, writer.call(operator.floordiv, number, divisor), divisor)
     node.target, node.args = operator.sub, (number, whole)
+
+
+def _count_in_integers(writer: _Writer, node: fx.Node) -> None:
+    """Count in integers, and make floats of those: torch-mlir would have a float for the length."""
+    dtype, limits = node.kwargs.get("dtype"), [_value(argument) for argument in node.args]
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or are_known(limits):
+        return
+    if all(isinstance(limit, (int, torch.SymInt)) for limit in limits):
+        value = node.meta["val"].new_empty(node.meta["val"].shape, dtype=torch.int64)
+        whole = writer.call(node.target, *node.args, dtype=torch.int64, value=value)
+        node.target, node.kwargs = torch.ops.prims.convert_element_type.default, {}
+        node.args = (whole, dtype)
 
 
 def _make_dense(_: _Writer, node: fx.Node) -> None:
@@ -261,6 +273,7 @@ def _divided(writer: _Writer, number: Any, divisor: Any) -> Any:
 
 
 _RULES: Mapping[Any, Callable[[_Writer, fx.Node], None]] = {
+    aten.arange.start_step: _count_in_integers,
     aten.expand.default: _drop_if_nothing_is_repeated,
     aten.index.Tensor: _read_by_one,
     aten.view.default: _merge_and_split,

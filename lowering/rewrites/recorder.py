@@ -272,13 +272,16 @@ def _pointwise(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
         sizes.insert(0, others[0] if others else 1)
     ones = tree_map_only(torch.Tensor, lambda t: t.new_empty([1] * t.dim()), (args, kwargs))
     result = func(*ones[0], **ones[1])
+    if not isinstance(result, torch.Tensor):
+        raise _NotWrittenError(f"{func} gives several tensors")
     return result.new_empty(sizes)
 
 
 def _catenated(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     sizes = [*tensors[0].shape]
     sizes[dim] = sum(tensor.shape[dim] for tensor in tensors)
-    return tensors[0].new_empty(sizes)
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+    return tensors[0].new_empty(sizes, dtype=dtype)
 
 
 def _convolved(

@@ -45,6 +45,23 @@ def test_images_of_any_size(name: str, counts: Counter[str]) -> None:
 
 
 @torch.no_grad()
+def test_what_is_pooled_and_repeated(counts: Counter[str]) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(5, 16, 7, stride=2, padding=3),
+        nn.ReLU(),
+        nn.MaxPool2d(3, stride=2, padding=1),
+        nn.Conv2d(16, 8, 1),
+        nn.Upsample(scale_factor=2),
+        nn.Conv2d(8, 8, 3, padding=1),
+    ).eval()
+    compiled = torch.compile(model, backend="npu_iree", dynamic=True)
+    for count, height, width in IMAGES[:4]:
+        x = torch.randn(count, 5, height, width)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-4)
+    assert (counts["compiles"], counts["host_ops"], counts["refused_flags"]) == (1, 0, 0)
+
+
+@torch.no_grad()
 def test_batches_of_any_size(counts: Counter[str]) -> None:
     model = convolutions(3, 2, 1)
     compiled = torch.compile(model, backend="npu_iree")
