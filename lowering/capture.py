@@ -23,6 +23,7 @@ from lowering.sizes import is_static
 
 aten = torch.ops.aten
 
+_MOST_EXACT = 256  # below that, all dtypes have whole numbers exactly
 # Tensor constants up to this many elements stay in the IR, where the compiler can fold them.
 INLINE_CONSTANT_ELEMENTS = 16
 
@@ -248,7 +249,7 @@ def _add_one_by_one(graph: fx.Graph) -> None:
 
 
 def _raise_to_numbers(graph: fx.Graph) -> None:
-    """Raise to a number that is written down, where AOTAutograd made a tensor of it.
+    """Raise to a whole number that is written down, where AOTAutograd made a tensor of it.
 
     It computes sizes as tensors, after decomposition, where a float is computed of them.
 
@@ -256,11 +257,13 @@ def _raise_to_numbers(graph: fx.Graph) -> None:
     After:  %2 = pow.Tensor_Scalar(%0, 2)
     """
     for node in graph.find_nodes(op="call_function", target=aten.pow.Tensor_Tensor):
-        base, exponent = node.all_input_nodes[0], node.args[1]
-        is_float = base.meta["val"].is_floating_point()
-        if is_float and exponent.target is aten.scalar_tensor.default:
+        base, exponent = node.args
+        number: Any = exponent.args[0] if exponent.target is aten.scalar_tensor.default else None
+        value = base.meta["val"]
+        is_same = value.dtype is node.meta["val"].dtype and value.dtype.is_floating_point
+        if is_same and number in range(_MOST_EXACT):
             node.target = aten.pow.Tensor_Scalar
-            node.update_arg(1, exponent.args[0])
+            node.update_arg(1, number)
 
 
 def _drop_whole_slices(graph: fx.Graph) -> None:

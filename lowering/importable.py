@@ -225,15 +225,9 @@ def _merge_and_split(writer: _Writer, view: fx.Node) -> None:
             value = _value(source)
             shape = [*value.shape]
             shape[axis : axis + count] = [math.prod(shape[axis : axis + count])]
-            source = writer.call(
-                torch.ops.prims.collapse.default,
-                source,
-                axis,
-                axis + count - 1,
-                value=value.new_empty(
-                    shape
-                ),  # to merge them, PyTorch would ask how they are stored
-            )
+            merged = value.new_empty(shape)  # to merge them, PyTorch would ask how they are stored
+            op = torch.ops.prims.collapse.default
+            source = writer.call(op, source, axis, axis + count - 1, value=merged)
     ends = list(itertools.accumulate(len(of_group) for _, of_group in groups))
     for axis, (_, of_group) in reversed([*enumerate(groups)]):
         if len(of_group) > 1:

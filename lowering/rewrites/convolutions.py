@@ -171,9 +171,10 @@ def _product(x: torch.Tensor, weight: torch.Tensor, window: Window) -> Any:
             (n // s for n, s in zip(sizes, stride, strict=True)),
             stride,
         )
-        whole = x.narrow(1, 0, rows * height).narrow(2, 0, columns * width)
-        tiles = whole.reshape(count, rows, height, columns, width, channels)
-        seen = tiles.transpose(2, 3).reshape(count, rows, columns, places * channels)
+        whole = first_of(first_of(x, 1, rows * height), 2, columns * width).contiguous()
+        tiles = aten.view.default(whole, [count, rows, height, columns, width, channels])
+        apart = tiles.permute(0, 1, 3, 2, 4, 5).contiguous()
+        seen = aten.view.default(apart, [count, rows, columns, places * channels])
     elif (
         len(sizes) == 1
         or places == 1
@@ -204,9 +205,9 @@ def _in_strips(x: torch.Tensor, weight: torch.Tensor, window: Window) -> torch.T
     made = (width + 2 * left - reach) // step + 1
     strips = (made + _STRIP - 1) // _STRIP
     own, beyond = _STRIP * step, max(reach - step, 0)  # columns of a strip, and of those after it
-    more = -(-(beyond + step) // own)
-    most = left - reach + (_STRIP + more * _STRIP) * step  # columns right of the image
-    padded = aten.constant_pad_nd.default(x, [0, 0, left, most, above, above], 0)
+    more = -(-(beyond + step) // own)  # strips after the last, of whose columns that one sees some
+    right = left - reach + (_STRIP + more * _STRIP) * step
+    padded = aten.constant_pad_nd.default(x, [0, 0, left, right, above, above], 0)
     rows = height + 2 * above
     columns = first_of(padded, 2, (strips + more) * own)
     whole = aten.view.default(columns, [count, rows, strips + more, own, channels])
@@ -217,9 +218,9 @@ def _in_strips(x: torch.Tensor, weight: torch.Tensor, window: Window) -> torch.T
             parts.append(aten.slice.Tensor(part, 3, 0, needed))
     seen = torch.cat(parts, 3).permute(0, 2, 1, 3, 4).contiguous()
     images = aten.view.default(seen, [count * strips, rows, own + beyond, channels])
-    places = window.stride, [0, 0], window.dilation
+    steps = window.stride, [0, 0], window.dilation
     y = aten.convolution.default(
-        images.permute(to_first(4)), weight, None, *places, False, [0, 0], 1
+        images.permute(to_first(4)), weight, None, *steps, False, [0, 0], 1
     ).permute(to_last(4))
     high, features = y.shape[1], weight.shape[0]
     apart = aten.view.default(y, [count, strips, high, _STRIP, features])

@@ -78,9 +78,10 @@ class Forms(ABC):
     def as_plain(self, node: fx.Node) -> Any:
         """Return the value of a node as it was."""
         if node not in self.plain:
-            self.plain[node] = self.restored(node)
-            if self.plain[node] is NotImplemented:
+            value = self.restored(node)
+            if value is NotImplemented:
                 raise _NoWayBackError(node.name)
+            self.plain[node] = value
         return self.plain[node]
 
     def write(self, node: fx.Node, function: Callable[..., Any], *args: Any) -> Any:

@@ -40,13 +40,14 @@ _ARITHMETIC: Mapping[Any, Callable[[Any, Any], Any]] = {
     FloorDiv: operator.floordiv,
 }
 
-_IS_INSIDE = contextvars.ContextVar("is_inside", default=False)  # slices are, of what they are of
+# Whether slices are known to lie inside what they slice.
+_IS_INSIDE = contextvars.ContextVar("is_inside", default=False)
 _LOCK = threading.RLock()
 _NO_LOG = logging.Logger("sizes", logging.CRITICAL)
 
 
 class _NotWrittenError(Exception):
-    """A size cannot be written down, or is to be known."""
+    """A size cannot be written down, or would have to be known."""
 
 
 def first_of(x: torch.Tensor, dim: int, count: int | torch.SymInt) -> torch.Tensor:
@@ -262,7 +263,10 @@ def _padded(x: torch.Tensor, amounts: Sequence[int], value: float = 0) -> torch.
 
 
 def _pointwise(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Give what stands for the result of an op of each number by itself: of one, it is a tensor."""
+    """Give what stands for the result of an op of each number by itself.
+
+    It has the sizes of its operands, and the dtype that it has where all sizes are 1.
+    """
     shapes = [t.shape for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     sizes: list[Any] = []
     for of_dim in itertools.zip_longest(*map(reversed, shapes), fillvalue=1):

@@ -128,7 +128,10 @@ def _pad_of(value: Any) -> _Pad | None:
         return None
     if list(image.owner.attributes["permutation"]) != [0, 3, 1, 2]:
         return None
-    (ending,) = pad.regions[0].blocks[0].operations
+    (block,) = pad.regions[0].blocks
+    ending, *others = block.operations
+    if others or ending.operands[0] in block.arguments:
+        return None
     low, high = (
         ", ".join(str(pad.attributes[name][d]) for d in (0, 2, 3, 1))
         for name in ("static_low", "static_high")

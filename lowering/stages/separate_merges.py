@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lowering.stages.barrier import put_barriers
@@ -35,26 +36,33 @@ def separate_merges(function: Any) -> None:
             %z = linalg.batch_matmul ins(%y, ...); %c = util.optimization_barrier %a
             linalg.generic { addf } ins(%z, %c)
     """
-    for op in list(function.regions[0].blocks[0].operations):
+    ops = list(function.regions[0].blocks[0].operations)
+    places = {op.operation: place for place, op in enumerate(ops)}
+    for op in ops:
         if op.operation.name != "tensor.collapse_shape" or not _merges(op):
             continue
         if maker_of(op.operands[0]).startswith("linalg.") and makes_factor(op.results[0]):
             put_barriers(op, [0])
             for product in products_of(op.results[0]):
-                _separate_addends(product)
+                _separate_addends(product, places)
 
 
-def _separate_addends(product: Any) -> None:
-    """Put a barrier before what is added to a product, if it is no follower of the product."""
-    followers = _followers(product.results[0])
-    made = {product, *followers}
-    for op in followers:
+def _separate_addends(product: Any, places: Mapping[Any, int]) -> None:
+    """Put a barrier before what is computed with a product, and was computed before it.
+
+    Args:
+        product: the product.
+        places: where in the function each op stands.
+    """
+    for op in _followers(product.results[0]):
         others = []
         for place, operand in enumerate(inputs_of(op)):
             while maker_of(operand) in RESHAPES:
                 operand = operand.owner.operands[0]
-            is_computed = maker_of(operand).startswith("linalg.") and operand.owner not in made
-            if is_computed and None in sizes_of(operand.type):
+            is_computed = maker_of(operand).startswith("linalg.")
+            if not is_computed or None not in sizes_of(operand.type):
+                continue
+            if places.get(operand.owner, len(places)) < places[product]:
                 others.append(place)
         put_barriers(op, others)
 

@@ -124,6 +124,37 @@ def test_what_stands_between(
     assert (counts["compiles"], counts["host_ops"]) == (1, 0)
 
 
+class Mixed(nn.Module):
+    """Puts halves and floats side by side: both are floats then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(5, 16, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        return torch.cat([y.half(), y], 1).relu()
+
+
+@torch.no_grad()
+def test_halves_beside_floats() -> None:
+    model = Mixed().eval()
+    compiled = torch.compile(model, backend="npu_iree", dynamic=True)
+    for width in (24, 33):
+        x = torch.randn(3, 5, 20, width)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-3, atol=1e-3)
+
+
+def test_powers_of_tensors_of_one_number() -> None:
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        numbers = (2.7, torch.int64), (2, torch.int64), (0.1, torch.float64), (3, torch.float32)
+        return [x ** torch.scalar_tensor(n, dtype=dtype) for n, dtype in numbers]
+
+    x = torch.tensor(3.0)
+    found = torch.compile(function, backend="npu_iree", dynamic=True)(x)
+    torch.testing.assert_close(found, function(x))
+
+
 def test_weights_of_any_size(counts: Counter[str]) -> None:
     def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.conv2d(x, weight, padding=1).relu() + 1
