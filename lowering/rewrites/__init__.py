@@ -7,6 +7,7 @@ whole, and a region that the cache has is not rewritten again.
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ FORMS: Mapping[str, type[Forms]] = {
     "channels_last": ChannelsLast,
     "matrices": Matrices,
 }
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def rewrite(graph_module: fx.GraphModule, target: CompileTarget) -> fx.GraphModule:
@@ -50,11 +52,12 @@ def rewrite(graph_module: fx.GraphModule, target: CompileTarget) -> fx.GraphModu
         A new graph, or the same one if there is nothing to rewrite.
     """
     given = graph_module
-    graph_module = _by_rules(graph_module, [RULES[n] for n in target.rewrites if n in RULES])
-    for form in (FORMS[name] for name in target.rewrites if name not in RULES):
-        graph_module = form().rewrite(graph_module)
-    if graph_module is not given:
-        make_importable(graph_module.graph)  # of sizes that are not known, views are written anew
+    with _ONE_AT_A_TIME:
+        graph_module = _by_rules(graph_module, [RULES[n] for n in target.rewrites if n in RULES])
+        for form in (FORMS[name] for name in target.rewrites if name not in RULES):
+            graph_module = form().rewrite(graph_module)
+        if graph_module is not given:
+            make_importable(graph_module.graph)  # views of sizes that are not known
     return graph_module
 
 

@@ -8,7 +8,6 @@ import functools
 import itertools
 import logging
 import operator
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -42,7 +41,6 @@ _ARITHMETIC: Mapping[Any, Callable[[Any, Any], Any]] = {
 
 # Whether slices are known to lie inside what they slice.
 _IS_INSIDE = contextvars.ContextVar("is_inside", default=False)
-_LOCK = threading.RLock()
 _NO_LOG = logging.Logger("sizes", logging.CRITICAL)
 
 
@@ -64,7 +62,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes the ops that run under it into a graph, decomposed.
 
     PyTorch's own tracers patch its modules while they run; regions are compiled in several threads
-    at a time, so this one does not.
+    at a time, so this one does not. Those share what knows of their sizes: with unknown ones, one
+    thread at a time records (`lowering.rewrites.rewrite` sees to that).
 
     Sizes that are not known are those of tensors in the graph, or computed of such. A function that
     asks for more than is known of one (`if size > 256`) is not recorded.
@@ -212,14 +211,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def _asks_for_nothing(env: ShapeEnv) -> Iterator[None]:
-    """Have what asks for more of sizes than is known fail; in one thread, and without a warning."""
-    with _LOCK:
-        log, env.log = env.log, _NO_LOG
-        try:
-            with env.error_on_new_guards():
-                yield
-        finally:
-            env.log = log
+    """Have what asks for more of sizes than is known fail, without a warning."""
+    log, env.log = env.log, _NO_LOG
+    try:
+        with env.error_on_new_guards():
+            yield
+    finally:
+        env.log = log
 
 
 def _cloned(x: torch.Tensor) -> torch.Tensor:
