@@ -40,6 +40,16 @@ def div_mode(x: Operand, y: Operand, *, rounding_mode: str | None = None) -> Any
     return quotient - ((rest != 0) & ((rest < 0) != (y < 0))).to(quotient.dtype)
 
 
+def true_divide(x: Operand, y: Operand) -> Any:
+    """Decompose divisions with unsigned integers, such as an image's by 255: they are of floats."""
+    if not any(isinstance(v, torch.Tensor) and v.dtype is _UNSIGNED for v in (x, y)):
+        return _UNCHANGED
+    dtype = torch.result_type(x, y)
+    if not dtype.is_floating_point:
+        dtype = torch.get_default_dtype()
+    return torch.div(*(v.to(dtype) if isinstance(v, torch.Tensor) else v for v in (x, y)))
+
+
 def floor_divide(x: Operand, y: Operand) -> Any:
     """Decompose `aten.floor_divide`, which is `aten.div` with a rounding mode."""
     return torch.div(x, y, rounding_mode="floor")
@@ -112,7 +122,9 @@ def _promoted(x: Operand, y: Operand) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 DECOMPOSITIONS = {
+    aten.div.Scalar: true_divide,
     aten.div.Scalar_mode: div_mode,
+    aten.div.Tensor: true_divide,
     aten.div.Tensor_mode: div_mode,
     aten.floor_divide.default: floor_divide,
     aten.fmod.Scalar: fmod,

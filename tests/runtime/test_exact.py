@@ -69,6 +69,17 @@ def test_it_gives_what_eager_gives(name: str) -> None:
     assert_same(torch.compile(function, backend="npu_iree")(*inputs), function(*inputs))
 
 
+def test_images_of_bytes_are_divided_on_the_device(counts: Counter[str]) -> None:
+    image = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    inputs = image, torch.flip(image, [0]).clamp_min(1), torch.rand(16, 16).half() + 1
+
+    def function(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> list[torch.Tensor]:
+        return [x / 255, x / 255.0 - 0.5, x / y, x / z, z / y]
+
+    assert_same(torch.compile(function, backend="npu_iree")(*inputs), function(*inputs))
+    assert counts["host_ops"] == 0
+
+
 def test_an_average_of_all_there_is_runs_on_the_device(counts: Counter[str]) -> None:
     pools = [
         torch.nn.AvgPool2d(20, ceil_mode=True),
