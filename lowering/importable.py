@@ -222,24 +222,29 @@ def _merge_and_split(writer: _Writer, view: fx.Node) -> None:
     groups = _shared_factors(old, new) or [(len(old), list(new))]
     for axis, (count, _) in enumerate(groups):
         if count > 1:
-            value = _value(source)
-            shape = [*value.shape]
-            shape[axis : axis + count] = [math.prod(shape[axis : axis + count])]
-            merged = value.new_empty(shape)  # to merge them, PyTorch would ask how they are stored
+            size = math.prod(_value(source).shape[axis : axis + count])
+            value = _resized(source, axis, count, [size])
             op = torch.ops.prims.collapse.default
-            source = writer.call(op, source, axis, axis + count - 1, value=merged)
+            source = writer.call(op, source, axis, axis + count - 1, value=value)
     ends = list(itertools.accumulate(len(of_group) for _, of_group in groups))
     for axis, (_, of_group) in reversed([*enumerate(groups)]):
         if len(of_group) > 1:
             own = sizes[ends[axis] - len(of_group) : ends[axis]]  # type: ignore[index]
             known = _written_down(writer, source, axis, own, of_group)
-            value = _value(source)
-            shape = [*value.shape]
-            shape[axis : axis + 1] = of_group
-            whole = value.new_empty(shape)
-            source = writer.call(aten.unflatten.int, source, axis, known, value=whole)
+            value = _resized(source, axis, 1, of_group)
+            source = writer.call(aten.unflatten.int, source, axis, known, value=value)
     view.replace_all_uses_with(source)  # type: ignore[arg-type]
     view.graph.erase_node(view)
+
+
+def _resized(source: Any, axis: int, count: int, sizes: Sequence[Size]) -> torch.Tensor:
+    """Give what stands for a value with other sizes in the place of some.
+
+    The ops that merge and split dimensions would ask how they are stored, and so add guards.
+    """
+    value = _value(source)
+    shape = [*value.shape[:axis], *sizes, *value.shape[axis + count :]]
+    return value.new_empty(shape)  # type: ignore[no-any-return]
 
 
 def _written_down(

@@ -6,24 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lowering.stages.barrier import put_barriers
 from lowering.stages.factors import is_weight
 from lowering.stages.symbols import maker_of
 from lowering.stages.templates import replace_by
 
-# {..._empty} are the sizes that are not known, in the order of the new tensor; {..._apart} is a
-# barrier, or nothing.
+# {..._empty} are the sizes that are not known, in the order of the new tensor.
 _CONVOLUTION = """
 func.func private @convolution(%x: {x}, %w: {w}, %y: {y}{more}) -> {y} {{
   {sizes}
   {x_made}
-  {x_apart}
   %w_empty = tensor.empty({w_empty}) : {w_last}
   %w_last = linalg.transpose ins(%w : {w}) outs(%w_empty : {w_last}) permutation = {w_order}
-  {w_apart}
   %y_empty = tensor.empty({y_empty}) : {y_last}
   %begin = linalg.transpose ins(%y : {y}) outs(%y_empty : {y_last}) permutation = [0, 2, 3, 1]
   %sums = {op} {{dilations = {dilations}, strides = {strides}}}
-      ins({x_read}, {w_read} : {x_last}, {w_last}) outs(%begin : {y_last}) -> {y_last}
+      ins(%x_last, %w_last : {x_last}, {w_last}) outs(%begin : {y_last}) -> {y_last}
   %empty = tensor.empty({y_sizes}) : {y}
   %first = linalg.transpose ins(%sums : {y_last}) outs(%empty : {y}) permutation = [0, 3, 1, 2]
   return %first : {y}
@@ -94,9 +92,6 @@ def _put_channels_last(op: Any) -> None:
         text[name], text[f"{name}_last"] = kind, last
         text[f"{name}_sizes"] = ", ".join(f"%{name}{d}" for d in unknown)
         text[f"{name}_empty"] = ", ".join(f"%{name}{d}" for d in order if d in unknown)
-        text[f"{name}_apart"], text[f"{name}_read"] = "", f"%{name}_last"
-        if name == "x" or not is_weight(operand):
-            text |= _behind_barrier(name, last, text[f"{name}_empty"])
     pad, arguments = _pad_of(op.operands[0]), list(op.operands)
     text["more"], text["x_made"] = "", _MOVED.format(**text)
     if pad is not None:
@@ -105,7 +100,9 @@ def _put_channels_last(op: Any) -> None:
             low=pad.low, high=pad.high, image=pad.image.type, element=pad.fill.type, **text
         )
         arguments += [pad.image, pad.fill]
-    replace_by(op, _CONVOLUTION.format(sizes="\n  ".join(sizes), **text), arguments)
+    apart = [0] if is_weight(op.operands[1]) else [0, 1]
+    first = replace_by(op, _CONVOLUTION.format(sizes="\n  ".join(sizes), **text), arguments)
+    put_barriers(first.owner.operands[0].owner, apart)
 
 
 @dataclass(frozen=True)
@@ -137,15 +134,6 @@ def _pad_of(value: Any) -> _Pad | None:
         for name in ("static_low", "static_high")
     )
     return _Pad(image.owner.operands[0], ending.operands[0], low, high)
-
-
-def _behind_barrier(name: str, kind: str, sizes: str) -> dict[str, str]:
-    """Write a barrier; behind one, IREE knows no sizes, so they are tied to it."""
-    lines = [f"%{name}_apart = util.optimization_barrier %{name}_last : {kind}"]
-    if sizes:
-        lines.append(f"%{name}_tied = flow.tensor.tie_shape %{name}_apart : {kind}{{{sizes}}}")
-    read = f"%{name}_tied" if sizes else f"%{name}_apart"
-    return {f"{name}_apart": "\n  ".join(lines), f"{name}_read": read}
 
 
 def _reordered(kind: Any, order: Sequence[int]) -> str:
