@@ -32,6 +32,7 @@ from lowering.decompositions import (
     weight_norm,
 )
 from lowering.decompositions.halves import with_halves
+from lowering.decompositions.narrow import with_narrow
 from lowering.decompositions.scalars import with_scalars
 from lowering.decompositions.views import split_with_sizes, view
 
@@ -127,7 +128,8 @@ def _default_table() -> dict[OpOverload, Callable[..., Any]]:
     taken = {op: fn for op, fn in pytorchs.items() if not matches(str(op), KEPT_OPS)}
     table = {**taken, **ours}
     table |= with_scalars(table)
-    return {**table, **with_halves(table)}
+    table |= with_halves(table)
+    return {**table, **with_narrow(table)}
 
 
 def decomposition_table(

@@ -56,15 +56,13 @@ def floor_divide(x: Operand, y: Operand) -> Any:
 
 
 def remainder(x: Operand, y: Operand) -> Any:
-    """Decompose `aten.remainder` of unsigned integers, and that of a number or by one."""
+    """Decompose `aten.remainder` of a number or by one, and of integers, where it may overflow."""
     if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
         return torch.remainder(*_promoted(x, y))
     if _may_overflow(x, y):
         with _OURS:
             return torch.remainder(x, _without_minus_one(y))
-    if x.dtype is not _UNSIGNED or y.dtype is not _UNSIGNED:
-        return _UNCHANGED
-    return torch.remainder(x.to(torch.int32), y.to(torch.int32)).to(_UNSIGNED)
+    return _UNCHANGED
 
 
 def fmod(x: torch.Tensor, y: Operand) -> Any:

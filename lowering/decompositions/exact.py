@@ -84,6 +84,16 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> Any:
     return x.to(torch.int64).to(torch.uint8)
 
 
+def bitwise_or(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Decompose `aten.bitwise_or` with a number, which torch-mlir has with a tensor only."""
+    return torch.bitwise_or(x, torch.full((), bits, dtype=torch.result_type(x, bits)))
+
+
+def bitwise_xor(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Decompose `aten.bitwise_xor` with a number, as `bitwise_or`."""
+    return torch.bitwise_xor(x, torch.full((), bits, dtype=torch.result_type(x, bits)))
+
+
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """Decompose `prims.fma`, which Dynamo makes of `addcdiv_` and its like in optimizers."""
     return a * b + c
@@ -229,6 +239,8 @@ DECOMPOSITIONS = {
     aten.abs.default: absolute,
     aten.argmax.default: argmax,
     aten.argmin.default: argmin,
+    aten.bitwise_or.Scalar: bitwise_or,
+    aten.bitwise_xor.Scalar: bitwise_xor,
     aten.clamp.Tensor: clamp_tensor,
     aten.clamp.default: clamp,
     aten.eq.Tensor: eq,

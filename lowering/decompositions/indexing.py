@@ -171,8 +171,17 @@ def _broadcast(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [t.expand(shape) for t in tensors]
 
 
+def embedding(weight: torch.Tensor, indices: torch.Tensor, *_: Any) -> Any:
+    """Decompose `aten.embedding` of integers, such as quantized weights: rows are selected."""
+    if weight.is_floating_point() or weight.is_complex():
+        return _UNCHANGED
+    rows = torch.index_select(weight, 0, indices.reshape(-1))
+    return rows.view(*indices.shape, weight.shape[1])
+
+
 DECOMPOSITIONS = {
     aten._index_put_impl.default: index_put_impl,
+    aten.embedding.default: embedding,
     aten.index_add.default: index_add,
     aten.index_copy.default: index_copy,
     aten.index_fill.int_Scalar: index_fill,

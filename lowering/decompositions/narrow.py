@@ -1,0 +1,236 @@
+"""Ops on integers of eight bits, computed in 32 bits and cut: what PyTorch's kernels give.
+
+torch-mlir takes bytes (uint8) for signed ones, and crashes on products of signed ones. Images and
+masks are such tensors, and quantized weights: of four bits, there are two in a byte.
+
+A number beside bytes is one, too: eager compares with the lowest eight bits of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
+from torch.utils import _pytree as pytree
+
+aten = torch.ops.aten
+_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
+_WIDE = torch.int32
+_BITS = 8
+Decomposition = Callable[..., Any]
+Table: TypeAlias = dict[torch._ops.OpOverload, Decomposition]
+Dtypes: TypeAlias = tuple[torch.dtype, ...]
+
+_UNSIGNED: Dtypes = (torch.uint8,)
+_BOTH: Dtypes = (torch.uint8, torch.int8)
+
+# All that they are given is promoted to one dtype, numbers included, as the result is.
+ELEMENTWISE: dict[torch._ops.OpOverload, Dtypes] = {
+    aten.add.Scalar: _UNSIGNED,
+    aten.add.Tensor: _UNSIGNED,
+    aten.bitwise_and.Scalar: _UNSIGNED,
+    aten.bitwise_and.Tensor: _UNSIGNED,
+    aten.bitwise_or.Tensor: _UNSIGNED,
+    aten.bitwise_xor.Tensor: _UNSIGNED,
+    aten.clamp.Tensor: _UNSIGNED,
+    aten.clamp.default: _UNSIGNED,
+    aten.div.Scalar_mode: _BOTH,
+    aten.div.Tensor_mode: _BOTH,
+    aten.eq.Scalar: _UNSIGNED,
+    aten.eq.Tensor: _UNSIGNED,
+    aten.floor_divide.default: _BOTH,
+    aten.fmod.Scalar: _UNSIGNED,
+    aten.fmod.Tensor: _UNSIGNED,
+    aten.ge.Scalar: _UNSIGNED,
+    aten.ge.Tensor: _UNSIGNED,
+    aten.gt.Scalar: _UNSIGNED,
+    aten.gt.Tensor: _UNSIGNED,
+    aten.le.Scalar: _UNSIGNED,
+    aten.le.Tensor: _UNSIGNED,
+    aten.lt.Scalar: _UNSIGNED,
+    aten.lt.Tensor: _UNSIGNED,
+    aten.maximum.default: _UNSIGNED,
+    aten.minimum.default: _UNSIGNED,
+    aten.mul.Scalar: _BOTH,
+    aten.mul.Tensor: _BOTH,
+    aten.ne.Scalar: _UNSIGNED,
+    aten.ne.Tensor: _UNSIGNED,
+    aten.pow.Tensor_Scalar: _BOTH,
+    aten.remainder.Scalar: _BOTH,
+    aten.remainder.Scalar_Tensor: _BOTH,
+    aten.remainder.Tensor: _BOTH,
+    aten.sub.Scalar: _BOTH,
+    aten.sub.Tensor: _UNSIGNED,
+}
+
+# Their results are of eight bits where their first argument is, but for indices and sums.
+OF_ONE_DTYPE: dict[torch._ops.OpOverload, Dtypes] = {
+    aten.gather.default: _UNSIGNED,
+    aten.max.default: _BOTH,
+    aten.min.default: _BOTH,
+    aten.prod.default: _UNSIGNED,
+    aten.prod.dim_int: _UNSIGNED,
+    aten.scatter_add.default: _UNSIGNED,
+    aten.sort.default: _UNSIGNED,
+    aten.sort.stable: _UNSIGNED,
+    aten.topk.default: _UNSIGNED,
+}
+
+# Of bytes, they are bytes, and not flags.
+TRUTHS: tuple[torch._ops.OpOverload, ...] = (
+    aten.all.default,
+    aten.all.dim,
+    aten.any.default,
+    aten.any.dim,
+)
+
+
+def with_narrow(table: Table) -> Table:
+    """Return decompositions of the ops above, each before what a table has for it.
+
+    Before: %1 = aten.add.Tensor(%0, 300)                              with %0 of u8
+    After:  %1 = convert(%0, i32); %2 = aten.add.Tensor(%1, 44); %3 = convert(%2, u8)
+    """
+    return {
+        **{op: _elementwise(op, d, table.get(op)) for op, d in ELEMENTWISE.items()},
+        **{op: _of_one_dtype(op, d, table.get(op)) for op, d in OF_ONE_DTYPE.items()},
+        **{op: _of_truths(op, table.get(op)) for op in TRUTHS},
+        aten._int_mm.default: int_mm,
+        aten.cat.default: _cat,
+        aten.full_like.default: _full_like,
+        aten.mm.default: mm,
+        aten.scalar_tensor.default: _scalar_tensor,
+        aten.view.dtype: view_dtype,
+        aten.where.self: _where,
+    }
+
+
+def mm(a: torch.Tensor, b: torch.Tensor) -> Any:
+    """Decompose `aten.mm` of signed bytes: their product is cut to eight bits."""
+    return torch._int_mm(a, b).to(a.dtype) if a.dtype is torch.int8 else _UNCHANGED
+
+
+def int_mm(a: torch.Tensor, b: torch.Tensor) -> Any:
+    """Decompose `aten._int_mm` of bytes, as CPUs want them, and signed ones, into one of signed.
+
+    Before: %1 = aten._int_mm(%0, %w)                                  with %0 of u8, %w of i8
+    After:  %1 = aten._int_mm(convert(%0 - 128, i8), %w) + 128 * sum(%w, 0)
+    """
+    if a.dtype is not torch.uint8:
+        return _UNCHANGED
+    middle = 2 ** (_BITS - 1)
+    signed = (a.to(_WIDE) - middle).to(torch.int8)
+    return torch._int_mm(signed, b) + middle * torch.sum(b, 0, dtype=_WIDE)
+
+
+def view_dtype(x: torch.Tensor, dtype: torch.dtype) -> Any:
+    """Decompose `aten.view` of signed bytes as others, and back: their bits stay as they are."""
+    return x.to(dtype) if x.dtype in _BOTH and dtype in _BOTH else _UNCHANGED
+
+
+def _elementwise(op: Any, dtypes: Dtypes, otherwise: Decomposition | None) -> Decomposition:
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        if not _has(args, dtypes):
+            return otherwise(*args, **kwargs) if otherwise else _UNCHANGED
+        if op is aten.clamp.default and any(_is_refused(bound) for bound in args[1:]):
+            return _UNCHANGED
+        operands, dtype = _promoted(args)
+        return _cut(op(*operands, **kwargs), dtype)
+
+    return decomposed
+
+
+def _of_one_dtype(op: Any, dtypes: Dtypes, otherwise: Decomposition | None) -> Decomposition:
+    def decomposed(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.dtype not in dtypes:
+            return otherwise(x, *args, **kwargs) if otherwise else _UNCHANGED
+        operands = pytree.tree_map_only(torch.Tensor, _widened, (x, *args))
+        return _cut(op(*operands, **kwargs), x.dtype)
+
+    return decomposed
+
+
+def _of_truths(op: Any, otherwise: Decomposition | None) -> Decomposition:
+    def decomposed(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.dtype is not torch.uint8:
+            return otherwise(x, *args, **kwargs) if otherwise else _UNCHANGED
+        return op(x.to(torch.bool), *args, **kwargs).to(torch.uint8)
+
+    return decomposed
+
+
+def _cat(tensors: list[torch.Tensor], dim: int = 0) -> Any:
+    if not _has(tensors, _UNSIGNED):
+        return _UNCHANGED
+    operands, dtype = _promoted(tensors)
+    return _cut(torch.cat(operands, dim), dtype)
+
+
+def _full_like(x: torch.Tensor, value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    if torch.uint8 not in (x.dtype, dtype):
+        return _UNCHANGED
+    return _full(x.shape, value, dtype or x.dtype)
+
+
+def _scalar_tensor(value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
+    if dtype is not torch.uint8:
+        return _UNCHANGED
+    return _full((), value, dtype)
+
+
+def _full(shape: Any, value: Any, dtype: torch.dtype) -> torch.Tensor:
+    if dtype is not torch.uint8:
+        return torch.full(shape, value, dtype=dtype)
+    return torch.full(shape, int(value), dtype=_WIDE).to(dtype)
+
+
+def _where(condition: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> Any:
+    if condition.dtype is not torch.bool or not _has((x, y), _UNSIGNED):
+        return _UNCHANGED
+    operands, dtype = _promoted((x, y))
+    return _cut(torch.where(condition, *operands), dtype)
+
+
+def _has(operands: Any, dtypes: Dtypes) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.dtype in dtypes for value in operands)
+
+
+def _promoted(operands: Any) -> tuple[list[Any], torch.dtype]:
+    """Give operands in the dtype that eager computes in, narrow ones in a wider, and that dtype."""
+    given = [operand for operand in operands if operand is not None]
+    kind = ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT
+    _, dtype = elementwise_dtypes(*given, type_promotion_kind=kind)
+
+    def promoted(operand: Any) -> Any:
+        if isinstance(operand, torch.Tensor):
+            return _widened(operand.to(dtype))
+        return operand if operand is None or dtype not in _BOTH else _lowest_bits(operand, dtype)
+
+    return [promoted(operand) for operand in operands], dtype
+
+
+def _lowest_bits(number: Any, dtype: torch.dtype) -> Any:
+    least = torch.iinfo(dtype).min
+    return (number - least) % 2**_BITS + least
+
+
+def _cut(results: Any, dtype: torch.dtype) -> Any:
+    """Give what was computed in a wider dtype in its own."""
+    if dtype not in _BOTH:
+        return results
+
+    def cut(result: torch.Tensor) -> torch.Tensor:
+        return result.to(dtype) if result.dtype is _WIDE else result
+
+    return pytree.tree_map_only(torch.Tensor, cut, results)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(_WIDE) if tensor.dtype in _BOTH else tensor
+
+
+def _is_refused(bound: Any) -> bool:
+    """Say whether eager raises an error for a number, since it has more than eight bits."""
+    return isinstance(bound, int) and abs(bound) >= 2**_BITS
