@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
+from lowering.decompositions.halves import HALVES
+
 aten = torch.ops.aten
+_CONVERT = torch.ops.prims.convert_element_type.default
 FEW_ROWS = 8
 # product -> the position of its first factor.
 _MATMULS: dict[object, int] = {
@@ -41,10 +44,23 @@ def _has_few_rows(node: fx.Node) -> bool:
 
 
 def _is_float32(node: fx.Node) -> bool:
-    """Say whether a product or convolution is one of float32."""
-    factor = node.args[_MATMULS.get(node.target, 0)]
-    value = factor.meta.get("val") if isinstance(factor, fx.Node) else None
-    return isinstance(value, torch.Tensor) and value.dtype == torch.float32
+    """Say whether a product or convolution is one of float32.
+
+    One of halves that were widened for it is one of halves (`lowering.stages.multiply_halves`).
+    """
+    first = _MATMULS.get(node.target)
+    factors = node.args[:1] if first is None else node.args[first : first + 2]
+    values = [factor.meta.get("val") for factor in factors if isinstance(factor, fx.Node)]
+    is_float32 = any(isinstance(v, torch.Tensor) and v.dtype == torch.float32 for v in values)
+    return is_float32 and not all(map(_is_widened, factors))
+
+
+def _is_widened(value: object) -> bool:
+    """Say whether a value was made of halves."""
+    if not isinstance(value, fx.Node) or value.target is not _CONVERT:
+        return False
+    source = value.args[0]
+    return isinstance(source, fx.Node) and source.meta["val"].dtype in HALVES
 
 
 # word -> what a node is that makes a program have it.

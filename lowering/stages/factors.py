@@ -1,11 +1,13 @@
-"""What the factors of matrix products are: as they lie, transposed, weights."""
+"""What the factors of matrix products are: as they lie, transposed, widened, weights."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from lowering.stages.structured import is_elementwise
 from lowering.stages.symbols import maker_of
 
+_WIDENS = frozenset({"arith.extf", "arith.extsi", "arith.sitofp"})
 VIEWS = ("tensor.collapse_shape", "tensor.expand_shape")
 
 
@@ -38,6 +40,18 @@ def transposed(value: Any, rank: int) -> Any:
     order = [*range(rank - 2), rank - 1, rank - 2]
     is_swap = list(value.owner.attributes["permutation"]) == order
     return value.owner.operands[0] if is_swap else None
+
+
+def narrow_of(value: Any) -> Any:
+    """Return what a value has all the numbers of, in a dtype of fewer bits; None: of nothing."""
+    from iree.compiler import ir
+
+    if maker_of(value) != "linalg.generic" or not is_elementwise(op := value.owner):
+        return None
+    maps = [ir.AffineMapAttr(a).value for a in op.attributes["indexing_maps"]]
+    first, *others = op.regions[0].blocks[0].operations
+    is_cast = first.operation.name in _WIDENS and len(others) == 1 and len(maps) == 2
+    return op.operands[0] if is_cast and all(m == maps[-1] for m in maps) else None
 
 
 def is_weight(value: Any) -> bool:

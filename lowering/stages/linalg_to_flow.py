@@ -16,6 +16,7 @@ from lowering.stages.iree_session import CHANNELS_LAST, DATA_TILING, IreeSession
 from lowering.stages.keep_arguments import keep_arguments
 from lowering.stages.keep_off_stack import keep_off_stack
 from lowering.stages.keep_signs import keep_signs
+from lowering.stages.multiply_halves import multiply_halves
 from lowering.stages.put_channels_last import put_channels_last
 from lowering.stages.read_by_rows import mark_few_rows, read_by_rows
 from lowering.stages.read_chosen import read_chosen
@@ -112,6 +113,7 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                     separate_merges(function)
                     widen_masks(function)
                     hide_products(function)
+                multiply_halves(function)
                 read_chosen(function, features)
                 if _is_for_cpu(options):
                     mark_few_rows(function)
