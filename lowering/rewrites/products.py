@@ -14,6 +14,7 @@ from lowering.sizes import is_static
 
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented
+_CONVERT = torch.ops.prims.convert_element_type.default
 # What moves elements and computes nothing.
 _MOVES = frozenset(
     {
@@ -39,16 +40,20 @@ def mm(x: torch.Tensor, rows: torch.Tensor) -> Any:
 
     Args:
         x: `[1, K]`, of float32.
-        rows: `[N, K]`.
+        rows: `[N, K]`; of integers, if the second factor is what they are as floats.
     """
     if x.shape[0] != 1 or x.dtype != torch.float32 or 0 in (*x.shape, *rows.shape):
         return _UNCHANGED
-    return torch.mv(rows, x.view(-1)).unsqueeze(0)
+    return torch.mv(rows.to(x.dtype), x.view(-1)).unsqueeze(0)
 
 
 def _rows(node: fx.Node) -> Arguments | None:
-    """Take the matrix that the second factor is the transpose of."""
+    """Take the matrix that the second factor is the transpose of, in floats or in integers."""
     x, factor = node.args
+    if isinstance(factor, fx.Node) and factor.target is _CONVERT:
+        (source, *_) = factor.args
+        is_of_integers = isinstance(source, fx.Node) and source.meta["val"].dtype == torch.int8
+        factor = source if is_of_integers else factor
     is_transposed = isinstance(factor, fx.Node) and factor.target is aten.permute.default
     return (x, factor.args[0]) if is_transposed else None  # type: ignore[union-attr]
 

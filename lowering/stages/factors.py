@@ -8,16 +8,32 @@ from lowering.stages.structured import is_elementwise
 from lowering.stages.symbols import maker_of
 
 _WIDENS = frozenset({"arith.extf", "arith.extsi", "arith.sitofp"})
+BYTE = "i8"
 VIEWS = ("tensor.collapse_shape", "tensor.expand_shape")
 
 
-def shapes_of(op: Any) -> list[list[int]] | None:
-    """Return the shapes of an op's operands; None if one has dynamic sizes, or no float32."""
+def shapes_of(op: Any, *, bytes_at: int | None = None) -> list[list[int]] | None:
+    """Return the shapes of an op's operands; None if one has dynamic sizes, or no float32.
+
+    Args:
+        op: a product.
+        bytes_at: the place of an operand that may be of signed bytes instead.
+    """
     from iree.compiler import ir
 
     kinds = [ir.RankedTensorType(operand.type) for operand in op.operands]
-    is_known = all(str(k.element_type) == "f32" and k.has_static_shape for k in kinds)
+    taken = [("f32", BYTE) if i == bytes_at else ("f32",) for i, _ in enumerate(kinds)]
+    is_known = all(
+        str(k.element_type) in dtypes and k.has_static_shape
+        for k, dtypes in zip(kinds, taken, strict=True)
+    )
     return [list(kind.shape) for kind in kinds] if is_known else None
+
+
+def bytes_of(value: Any) -> Any:
+    """Return the signed bytes that a value has as floats, such as a quantized weight; or None."""
+    source = narrow_of(value)
+    return source if source is not None and str(source.type.element_type) == BYTE else None
 
 
 def is_plain(op: Any, rank: int) -> bool:

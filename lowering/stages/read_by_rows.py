@@ -9,9 +9,9 @@ from typing import Any
 
 from lowering.cpu import best_for
 from lowering.stages.dispatch_work import walk
-from lowering.stages.factors import is_plain, is_weight, shapes_of, transposed
+from lowering.stages.factors import BYTE, bytes_of, is_plain, is_weight, shapes_of, transposed
 from lowering.stages.symbols import maker_of
-from lowering.stages.templates import floats, replace_by
+from lowering.stages.templates import replace_by, tensor
 
 _LANES = 16  # floats of a cache line
 _MOST_ROWS = 4
@@ -25,13 +25,15 @@ _ACROSS = 128  # columns at a time, else
 _ITEM = 4096
 # `math.fma` with -0.0 is the product, by which `_marked` knows it; `arith.mulf` would be taken for
 # a matrix product again.
-_ADD = """{
-  ^bb0(%a: f32, %b: f32, %sum: f32):
+_ADD = """{{
+  ^bb0(%a: {dtype}, %b: f32, %sum: f32):
+    {widen}
     %nothing = arith.constant -0.0 : f32
-    %ab = math.fma %a, %b, %nothing : f32
+    %ab = math.fma %{factor}, %b, %nothing : f32
     %next = arith.addf %sum, %ab : f32
     linalg.yield %next : f32
-  }"""
+  }}"""
+_WIDENS = "arith.sitofp"
 _PRODUCT = """
 func.func private @product(%w: {w}, %x: {x}, %start: {y}) -> {y} {{
   %y = linalg.generic {{indexing_maps = {maps}, iterator_types = [{parallel}, "reduction"]}}
@@ -132,19 +134,21 @@ class _Product:
         x: those of the other factor, k last.
         y: those of the result, in order.
         steps: of each loop.
+        dtype: of the matrix: floats, or signed bytes, which are widened one by one.
     """
 
     w: str
     x: str
     y: str
     steps: Mapping[str, int]
+    dtype: str = "f32"
 
     @classmethod
-    def of(cls, loops: Sequence[str], shapes: Sequence[Sequence[int]]) -> _Product:
+    def of(cls, loops: Sequence[str], shapes: Sequence[Sequence[int]], dtype: str) -> _Product:
         """Take the loops and the shapes of both factors and of the result."""
         sizes = zip("".join(loops), (size for shape in shapes for size in shape), strict=True)
         w, x, y = loops
-        return cls(w, x, y, dict(sizes))
+        return cls(w, x, y, dict(sizes), dtype)
 
     def can_be_read(self) -> bool:
         """Say whether the rows are few, and the matrix has whole cache lines."""
@@ -166,7 +170,8 @@ class _Product:
     def in_lanes(self, sums: int) -> str:
         """Write it as sums of each lane, and their sum; for the argument see `tiles`."""
         w, x, y = self.w + "l", self.x + "l", self.y
-        lines = _Product(w, x, y, {**self.steps, "k": self.steps["k"] // _LANES, "l": _LANES})
+        steps = {**self.steps, "k": self.steps["k"] // _LANES, "l": _LANES}
+        lines = replace(self, w=w, x=x, y=y, steps=steps)
         return self._write(
             _IN_LANES,
             a_line=[0] * len(y) + [0, 1],
@@ -174,7 +179,7 @@ class _Product:
             x_groups=_last_in_two(self.x),
             w_sizes=[lines.steps[i] for i in w],
             x_sizes=[lines.steps[i] for i in x],
-            w_lines=lines._kind(w),
+            w_lines=lines._kind(w, self.dtype),
             x_lines=lines._kind(x),
             lanes=lines._kind(y + "l"),
             maps=self._maps("lk", w, x, y + "l"),
@@ -231,16 +236,22 @@ class _Product:
         maps = [f"affine_map<({loops}) -> ({', '.join(operand)})>" for operand in operands]
         return f"[{', '.join(maps)}]"
 
-    def _kind(self, loops: str) -> str:
-        return floats(*(self.steps[i] for i in loops))
+    def _kind(self, loops: str, dtype: str = "f32") -> str:
+        return tensor([self.steps[i] for i in loops], dtype)
 
     def _write(self, template: str, **others: Any) -> str:
+        is_narrow = self.dtype == BYTE
+        add = _ADD.format(
+            dtype=self.dtype,
+            widen=f"%wide = {_WIDENS} %a : {BYTE} to f32" if is_narrow else "",
+            factor="wide" if is_narrow else "a",
+        )
         return template.format(
-            w=self._kind(self.w),
+            w=self._kind(self.w, self.dtype),
             x=self._kind(self.x),
             y=self._kind(self.y),
             parallel=", ".join(['"parallel"'] * len(self.y)),
-            add=_ADD,
+            add=add,
             **others,
         )
 
@@ -251,11 +262,15 @@ def _product_of(op: Any) -> tuple[_Product, list[Any]] | None:
     if name not in ("linalg.matvec", "linalg.batch_matmul") or (shapes := shapes_of(op)) is None:
         return None
     if name == "linalg.matvec":
-        return _Product.of(("nk", "k", "n"), shapes), list(op.operands)
+        w, x, start = op.operands
+        if (narrow := bytes_of(w)) is not None:
+            w = narrow
+        dtype = str(w.type.element_type)
+        return _Product.of(("nk", "k", "n"), shapes, dtype), [w, x, start]
     if not is_plain(op.operation, rank=3):
         return None
     x, w, start = op.operands
-    product = _Product.of(("hkn", "hmk", "hmn"), (shapes[1], shapes[0], shapes[2]))
+    product = _Product.of(("hkn", "hmk", "hmn"), (shapes[1], shapes[0], shapes[2]), "f32")
     if (source := transposed(w, rank=3)) is not None:
         return replace(product, w="hnk"), [source, x, start]
     if is_weight(w):  # packed once, at load, it is read as one stream
@@ -268,14 +283,16 @@ def _marked(op: Any) -> _Product | None:
     from iree.compiler import ir
 
     maps = [ir.AffineMapAttr(a).value for a in op.attributes["indexing_maps"]]
-    if len(maps) != 3 or not _adds_products(op) or (shapes := shapes_of(op)) is None:
+    if len(maps) != 3 or not _adds_products(op) or (shapes := shapes_of(op, bytes_at=0)) is None:
         return None
     outer = maps[2].n_dims - 1
     letters = [*"abcdefgh"[:outer], "k"]  # the loops of the result, then the sum's
     if len(letters) <= outer or not all(m.is_projected_permutation for m in maps):
         return None
     loops = ["".join(letters[ir.AffineDimExpr(d).position] for d in m.results) for m in maps]
-    return _Product.of(loops, shapes) if loops[2] == "".join(letters[:-1]) else None
+    if loops[2] != "".join(letters[:-1]):
+        return None
+    return _Product.of(loops, shapes, str(op.operands[0].type.element_type))
 
 
 def _adds_products(op: Any) -> bool:
@@ -283,11 +300,13 @@ def _adds_products(op: Any) -> bool:
     block = op.regions[0].blocks[0]
     body = [inner.operation for inner in block.operations]
     computed = [inner for inner in body if inner.name != "arith.constant"]
+    x, y, before = block.arguments
+    if computed[0].name == _WIDENS and computed[0].operands[0] == x:
+        x = computed.pop(0).results[0]
     if [inner.name for inner in computed] != ["math.fma", "arith.addf", "linalg.yield"]:
         return False
     product, total, end = computed
     a, b, nothing = product.operands
-    x, y, before = block.arguments
     return (
         {a, b} == {x, y}
         and _is_minus_zero(nothing)

@@ -8,11 +8,19 @@ from typing import Any
 
 from lowering.cpu import best_for
 from lowering.stages.barrier import put_barriers
-from lowering.stages.factors import VIEWS, is_plain, is_weight, shapes_of, transposed
+from lowering.stages.factors import (
+    BYTE,
+    VIEWS,
+    bytes_of,
+    is_plain,
+    is_weight,
+    shapes_of,
+    transposed,
+)
 from lowering.stages.multiply_tiles import has_tiles, suits_tiles
 from lowering.stages.structured import broadcast_inputs, is_elementwise
 from lowering.stages.symbols import maker_of
-from lowering.stages.templates import floats, replace_by
+from lowering.stages.templates import floats, replace_by, tensor
 from lowering.stages.tile_functions import COLUMNS, ROWS
 
 # Rows (at most) and columns of a result that registers hold, by what the CPU can do, the first that
@@ -36,6 +44,7 @@ _PRODUCT = """
 func.func private @product(%x: {x}, %w: {w}, %start: {start}) -> {y} {{
   %empty = tensor.empty() : {panels}
   %zero = arith.constant 0.0 : f32
+  %nothing = arith.constant {nothing} : {dtype}
   %panels = linalg.pack %w {padding} {order} inner_dims_pos = [{dim}] inner_tiles = [{width}]
       into %empty : {w} -> {panels}
   {begin}
@@ -53,8 +62,9 @@ func.func private @product(%x: {x}, %w: {w}, %start: {start}) -> {y} {{
           vector_reduction = [{zero}0, 0, 0, 1]>,
         translation_info = #iree_codegen.translation_info<
           pipeline = #iree_cpu.pipeline<DoubleTilingExpert>, {{enable_loop_peeling = true}}>>}} {{
-  ^bb0(%a: f32, %b: f32, %sum: f32):
-    %ab = arith.mulf %a, %b : f32
+  ^bb0(%a: f32, %b: {dtype}, %sum: f32):
+    {widen}
+    %ab = arith.mulf %a, %{factor} : f32
     %next = arith.addf %sum, %ab : f32
     linalg.yield %next : f32
   }} -> {split}
@@ -93,6 +103,8 @@ def read_in_panels(function: Any, features: Collection[str]) -> None:
     in the other order, number by number (32x1024 of them, and their softplus: 0.32 ms, not 0.03).
     So does what reads it over and over, in loops that the product has not, and for which no block
     is known ("large vector sizes"): the gradient of a Linear on a text's first token.
+
+    A weight of signed bytes is packed as such, and widened where it is multiplied.
 
     Before: %y = linalg.matmul ins(%x, %w)                      with %x of [M, K], %w of [K, N]
     After:  %panels[n, k, l] = %w[k, 32 * n + l], 0 where there is no such column
@@ -133,6 +145,7 @@ class _Product:
         is_transposed: whether the second factor is `[N, K]`.
         arguments: both factors, and what the sums begin with: a number where the last panel has
             columns over, or else a tensor.
+        dtype: of the second factor.
     """
 
     sizes: tuple[int, int, int]
@@ -140,6 +153,7 @@ class _Product:
     block: tuple[int, int]
     is_transposed: bool
     arguments: Sequence[Any]
+    dtype: str
 
     def text(self) -> str:
         """Write it."""
@@ -148,7 +162,8 @@ class _Product:
         stack = [] if self.stack is None else [self.stack]
         count, first = -(-n // width), len(stack)
         item_rows, item_panels = work_item(m, count, self.stack or 1, rows)
-        w = floats(*stack, n, k) if self.is_transposed else floats(*stack, k, n)
+        w = tensor([*stack, n, k] if self.is_transposed else [*stack, k, n], self.dtype)
+        is_narrow = self.dtype == BYTE
         order = [*range(first), first + 1, first]
         split, whole = [*stack, m, count, width], [*stack, m, count * width]
         is_padded = n % width != 0
@@ -169,8 +184,12 @@ class _Product:
             start="f32" if is_padded else ends["y"],
             begin=(_BEGIN_PADDED if is_padded else _BEGIN).format(**ends),
             end=(_END_PADDED if is_padded else _END).format(**ends),
-            padding="padding_value(%zero : f32)" if is_padded else "",
-            panels=floats(*stack, count, k, width),
+            padding=f"padding_value(%nothing : {self.dtype})" if is_padded else "",
+            panels=tensor([*stack, count, k, width], self.dtype),
+            dtype=self.dtype,
+            nothing=0 if is_narrow else 0.0,
+            widen=f"%wide = arith.sitofp %b : {BYTE} to f32" if is_narrow else "",
+            factor="wide" if is_narrow else "b",
             order="" if self.is_transposed else f"outer_dims_perm = {order}",
             dim=first if self.is_transposed else first + 1,
             split=ends["split"],
@@ -201,7 +220,9 @@ def _product_of(op: Any, block: tuple[int, int], *, tiles: bool) -> _Product | N
     n = shapes[1][-1]
     if m < 2 or 0 in (k, n, *stack):
         return None
-    if tiles and suits_tiles(m, k):
+    if (narrow := bytes_of(w)) is not None:
+        w = narrow
+    elif tiles and suits_tiles(m, k):
         block = (ROWS, COLUMNS)
     source = transposed(w, rank)
     factor = w if source is None else source
@@ -219,6 +240,7 @@ def _product_of(op: Any, block: tuple[int, int], *, tiles: bool) -> _Product | N
         block=block,
         is_transposed=source is not None,
         arguments=(x, factor, start),
+        dtype=str(factor.type.element_type),
     )
 
 

@@ -91,4 +91,9 @@ def put_functions(module: Any, text: str) -> None:
 
 def floats(*shape: int) -> str:
     """Write the type of a tensor of float32."""
-    return f"tensor<{'x'.join(map(str, shape))}xf32>"
+    return tensor(shape, "f32")
+
+
+def tensor(shape: Iterable[int], dtype: str) -> str:
+    """Write the type of a tensor, of a dtype by its name in MLIR."""
+    return f"tensor<{'x'.join(map(str, shape))}x{dtype}>"
