@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from npu_iree import bundles
 from npu_iree.aliasing import OTHER_ALIASES, Aliases
@@ -167,7 +168,8 @@ def _compile_aot(
     kind: str,
 ) -> Callable[..., Any]:
     """Compile a graph of AOTAutograd's into what it calls: a list of arguments in, a list out."""
-    is_same = kind == "inference" and len(source.inputs) == len(inputs)
+    dense = list(_dense(source.inputs)) if kind == "inference" else []
+    is_same = len(dense) == len(inputs)
     donated = source.donated if kind != "backward" else NOTHING
     if kind == "forward":
         allow_second_backward()
@@ -176,8 +178,8 @@ def _compile_aot(
     graph = AotGraph(
         options=options,
         kind=kind,
-        names=source.names if is_same else (),
-        weights=_bindable_weights(source.inputs) if is_same and options.bind_weights else (),
+        names=source.names if is_same and len(source.names) == len(inputs) else (),
+        weights=_bindable_weights(dense) if is_same and options.bind_weights else (),
         donated=donated,
     )
     if is_precompiling():
@@ -189,10 +191,24 @@ def _compile_aot(
     return loaded.run
 
 
+def _dense(inputs: Sequence[Any]) -> Iterator[Any]:
+    """Give inputs in the order of AOTAutograd's graph, which takes apart what is made of tensors.
+
+    So are quantized weights: integers and scales. Those of unknown sizes, which the graph has after
+    them, are left out.
+    """
+    for value in inputs:
+        if is_traceable_wrapper_subclass(value):
+            names, _ = value.__tensor_flatten__()
+            yield from _dense([getattr(value, name) for name in names])
+        else:
+            yield value
+
+
 def _bindable_weights(inputs: Sequence[Any]) -> Sequence[int]:
     """Positions of the inputs that keep their identity, are not written to, and can be watched."""
     found = metadata()
-    if found is None:
+    if found is None or len(found.input_info) != len(inputs):
         return []
     mutated = set(found.mutated_inp_runtime_indices)
     return [
