@@ -26,6 +26,7 @@ from lowering.decompositions import (
     padding,
     pooling,
     powers,
+    quantized,
     rnn,
     scans,
     scatters,
@@ -146,6 +147,7 @@ def decomposition_table(
         op overload -> a function on tensors that computes the same.
     """
     keep = {*keep_ops, *(EAGERS_RANDOM_OPS if rng == "host" else ())}
-    every = {**_default_table(), **exact.of_dynamo(), **grouped.of_libraries()}
+    of_libraries = {**grouped.of_libraries(), **quantized.of_libraries()}
+    every = {**_default_table(), **exact.of_dynamo(), **of_libraries}
     table = {op: fn for op, fn in every.items() if not matches(str(op), keep)}
     return {**table, **(user or {})}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +27,23 @@ OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+HALVES = [torch.float16, torch.bfloat16]
+Conv = torch.nn.Conv2d
+CONVOLUTIONS: dict[str, tuple[torch.nn.Module, tuple[int, ...]]] = {
+    "next to each other": (Conv(8, 16, 3, padding=1), (2, 8, 20, 20)),
+    "apart": (Conv(8, 16, 3, stride=2, padding=1), (2, 8, 21, 20)),
+    "of one place": (Conv(8, 16, 1), (2, 8, 20, 20)),
+    "of no place twice": (Conv(3, 16, 4, stride=4), (2, 3, 32, 32)),
+    "by channel": (Conv(8, 8, 3, padding=1, groups=8), (2, 8, 20, 20)),
+    "by channel, padded before": (
+        torch.nn.Sequential(torch.nn.ZeroPad2d((0, 1, 0, 1)), Conv(64, 64, 3, 2, groups=64)),
+        (1, 64, 56, 56),
+    ),
+    "of rows": (torch.nn.Conv1d(8, 16, 3, padding=1), (2, 8, 50)),
+}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", OPS)
 def test_it_is_as_exact_as_eager(name: str, dtype: torch.dtype) -> None:
     x = torch.rand(4, 4096).to(dtype)
@@ -33,3 +52,46 @@ def test_it_is_as_exact_as_eager(name: str, dtype: torch.dtype) -> None:
     ours = torch.compile(OPS[name], backend="npu_iree")(x)
     assert ours.dtype == dtype
     assert largest_difference(ours.double(), truth) <= 1.5 * eagers + 1e-4
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@torch.no_grad()
+def test_a_product_reads_halves_and_no_floats_made_of_them(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPU_IREE_DUMP", str(tmp_path))
+    monkeypatch.setenv("NPU_IREE_CACHE", "off")
+    model, x = torch.nn.Linear(64, 96).to(dtype), torch.randn(20, 64).to(dtype)
+    torch.compile(model, backend="npu_iree")(x)
+    (file,) = tmp_path.rglob("03-*.mlir")
+    programs = [line for line in file.read_text().splitlines() if " func.func @" in line]
+    assert programs
+    assert "64xf32" not in "".join(programs), "factors are in memory as floats"
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_and_their_gradients_are_as_exact(
+    name: str, dtype: torch.dtype, counts: Counter[str]
+) -> None:
+    module, shape = CONVOLUTIONS[name]
+    model, x = copy.deepcopy(module).to(dtype), torch.randn(shape).to(dtype)
+
+    def results(
+        model: torch.nn.Module, run: Callable[..., torch.Tensor], dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        model.zero_grad()
+        given = x.detach().to(dtype, copy=True).requires_grad_()
+        y = run(given)
+        places = torch.arange(y.numel(), dtype=torch.float32).view(y.shape)
+        (y * places.sin().to(dtype)).sum().backward()
+        return [y, given.grad, *(p.grad for p in model.parameters())]
+
+    compiled = torch.compile(model, backend="npu_iree", dynamic=False)
+    exact = copy.deepcopy(model).double()
+    ours, eagers = results(model, compiled, dtype), results(model, model, dtype)
+    for one, other, truth in zip(ours, eagers, results(exact, exact, torch.float64), strict=True):
+        assert one.dtype == dtype
+        error = largest_difference(other.double(), truth)
+        assert largest_difference(one.double(), truth) <= 2 * error + 2e-3 * truth.abs().max()
+    assert counts["host_ops"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections import Counter
 from pathlib import Path
@@ -112,3 +113,51 @@ def test_a_weight_made_of_tensors_is_bound(
     ]
     assert all(len(parameters) == 3 for parameters in bound)  # bytes, scales and bias
     assert bound
+
+
+def quantized_ops() -> dict[str, Any]:
+    """Return calls of the ops of quantized graphs, of `x`: `[6, 32]`."""
+    importlib.import_module("torch.ao.quantization.fx._decomposed")
+    ops = torch.ops.quantized_decomposed
+    byte, signed = (0, 255, torch.uint8), (-128, 127, torch.int8)
+    scales, zeros = torch.rand(6) / 50 + 0.01, torch.arange(6)
+    number, offset = torch.tensor(0.03), torch.tensor(7)
+    columns = scales[:, None], zeros[:, None].float()
+    groups = torch.rand(6, 4) / 50 + 0.01, torch.zeros(6, 4, dtype=torch.int32)
+
+    def in_groups(x: torch.Tensor) -> Any:
+        q = ops.quantize_per_channel_group(x, *groups, *signed, 8)
+        return q, ops.dequantize_per_channel_group(q, *groups, *signed, 8, torch.float32)
+
+    def by_token(x: torch.Tensor) -> Any:
+        found = ops.choose_qparams_per_token_asymmetric(x, torch.int8)
+        return [*found, ops.dequantize_per_token(x.char(), *columns, *signed, torch.float32)]
+
+    return {
+        "tensor": lambda x: ops.quantize_per_tensor(x, 0.031, 128, *byte),
+        "tensor, signed": lambda x: ops.quantize_per_tensor(x.half(), 0.031, -3, *signed),
+        "tensor, by tensors": lambda x: ops.quantize_per_tensor(x, number, offset, *byte),
+        "from a tensor": lambda x: ops.dequantize_per_tensor(x.char(), 0.031, 5, *signed),
+        "from it, by tensors": lambda x: ops.dequantize_per_tensor(
+            x.char(), number, offset, *signed
+        ),
+        "channel": lambda x: ops.quantize_per_channel(x, scales, zeros, 0, *signed),
+        "from channels": lambda x: ops.dequantize_per_channel(
+            x.char(), scales.double(), zeros, 0, *signed
+        ),
+        "token": lambda x: ops.quantize_per_token(x, *columns, *signed),
+        "from tokens": by_token,
+        "groups": in_groups,
+    }
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_ops_of_quantized_graphs_run_on_the_device(dynamic: bool, counts: Counter[str]) -> None:
+    calls = quantized_ops()
+    x = torch.randn(6, 32) * 3
+    compiled = torch.compile(
+        lambda x: [call(x) for call in calls.values()], backend="npu_iree", dynamic=dynamic
+    )
+    for (name, call), result in zip(calls.items(), compiled(x), strict=True):
+        torch.testing.assert_close(result, call(x), msg=lambda m, name=name: f"{name}: {m}")
+    assert counts["host_ops"] == 0
