@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lowering.decompositions.halves import HALVES
 from lowering.rewrites.rule import Arguments, Rule
 from lowering.sizes import is_static
 
@@ -30,32 +31,48 @@ _MOVES = frozenset(
 _MOST_ELEMENTS = 1 << 24
 
 
-def mm(x: torch.Tensor, rows: torch.Tensor) -> Any:
+def mm(x: torch.Tensor, matrix: torch.Tensor, is_transposed: bool) -> Any:
     """Rewrite `aten.mm` of one row and a transposed matrix, which is read by rows, once.
 
     A matrix that is read once in a call gains nothing by packing (`stages.read_by_rows`).
+
+    Of halves and of signed bytes that were made halves, the product is one of floats, in which it
+    is added up anyway: so it reads the bytes (`stages.read_in_panels`).
 
     Before: %y = mm(%x, permute(%w, [1, 0]))                with %x of [1, K], %w of [N, K]
     After:  %y = unsqueeze(mv(%w, view(%x, [K])), 0)
 
     Args:
-        x: `[1, K]`, of float32.
-        rows: `[N, K]`; of integers, if the second factor is what they are as floats.
+        x: `[M, K]`.
+        matrix: `[N, K]` or `[K, N]`; of int8, if the second factor is what that is in floats.
+        is_transposed: whether it is `[N, K]`.
     """
-    if x.shape[0] != 1 or x.dtype != torch.float32 or 0 in (*x.shape, *rows.shape):
+    is_widened = matrix.dtype == torch.int8 and x.dtype in HALVES
+    if not (is_widened or x.dtype == torch.float32) or 0 in (*x.shape, *matrix.shape):
         return _UNCHANGED
-    return torch.mv(rows.to(x.dtype), x.view(-1)).unsqueeze(0)
+    if is_transposed and isinstance(rows := x.shape[0], int) and rows == 1:
+        y = torch.mv(matrix.to(torch.float32), x.view(-1).to(torch.float32)).unsqueeze(0)
+    elif is_widened:
+        factor = matrix.t() if is_transposed else matrix
+        y = torch.mm(x.to(torch.float32), factor.to(torch.float32))
+    else:
+        return _UNCHANGED
+    return y.to(x.dtype)
 
 
-def _rows(node: fx.Node) -> Arguments | None:
-    """Take the matrix that the second factor is the transpose of, in floats or in integers."""
+def _matrix(node: fx.Node) -> Arguments | None:
+    """Take the matrix that the second factor is in floats, or the transpose of."""
     x, factor = node.args
+    is_of_bytes = False
     if isinstance(factor, fx.Node) and factor.target is _CONVERT:
-        (source, *_) = factor.args
-        is_of_integers = isinstance(source, fx.Node) and source.meta["val"].dtype == torch.int8
-        factor = source if is_of_integers else factor
+        source = factor.args[0]
+        assert isinstance(source, fx.Node)
+        is_of_bytes = source.meta["val"].dtype == torch.int8
+        factor = source if is_of_bytes else factor
     is_transposed = isinstance(factor, fx.Node) and factor.target is aten.permute.default
-    return (x, factor.args[0]) if is_transposed else None  # type: ignore[union-attr]
+    if is_transposed:
+        return x, factor.args[0], True  # type: ignore[union-attr]
+    return (x, factor, False) if is_of_bytes else None
 
 
 def bmm(x: torch.Tensor, matrices: torch.Tensor, times: int, is_transposed: bool) -> Any:
@@ -147,5 +164,5 @@ def _moves_to(value: Any) -> tuple[list[fx.Node], fx.Node | None]:
 
 RULES: Mapping[Any, Rule] = {
     aten.bmm.default: Rule(bmm, _repeated),
-    aten.mm.default: Rule(mm, _rows),
+    aten.mm.default: Rule(mm, _matrix),
 }
