@@ -14,6 +14,7 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 FEW_ROWS = 8
 # product -> the position of its first factor.
 _MATMULS: dict[object, int] = {
+    aten._int_mm.default: 0,
     aten.mm.default: 0,
     aten.addmm.default: 1,
     aten.bmm.default: 0,
