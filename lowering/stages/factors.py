@@ -30,12 +30,6 @@ def shapes_of(op: Any, *, bytes_at: int | None = None) -> list[list[int]] | None
     return [list(kind.shape) for kind in kinds] if is_known else None
 
 
-def bytes_of(value: Any) -> Any:
-    """Return the signed bytes that a value has as floats, such as a quantized weight; or None."""
-    source = narrow_of(value)
-    return source if source is not None and str(source.type.element_type) == BYTE else None
-
-
 def is_plain(op: Any, rank: int) -> bool:
     """Say whether a product is of matrices as they are: such an op may have maps of its own."""
     from iree.compiler import ir
@@ -68,6 +62,12 @@ def narrow_of(value: Any) -> Any:
     first, *others = op.regions[0].blocks[0].operations
     is_cast = first.operation.name in _WIDENS and len(others) == 1 and len(maps) == 2
     return op.operands[0] if is_cast and all(m == maps[-1] for m in maps) else None
+
+
+def bytes_of(value: Any) -> Any:
+    """Return the signed bytes that a value has as floats, such as a quantized weight; or None."""
+    source = narrow_of(value)
+    return source if source is not None and str(source.type.element_type) == BYTE else None
 
 
 def is_weight(value: Any) -> bool:

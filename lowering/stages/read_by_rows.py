@@ -33,7 +33,7 @@ _ADD = """{{
     %next = arith.addf %sum, %ab : f32
     linalg.yield %next : f32
   }}"""
-_WIDENS = "arith.sitofp"
+_TO_FLOAT = "arith.sitofp"
 _PRODUCT = """
 func.func private @product(%w: {w}, %x: {x}, %start: {y}) -> {y} {{
   %y = linalg.generic {{indexing_maps = {maps}, iterator_types = [{parallel}, "reduction"]}}
@@ -243,7 +243,7 @@ class _Product:
         is_narrow = self.dtype == BYTE
         add = _ADD.format(
             dtype=self.dtype,
-            widen=f"%wide = {_WIDENS} %a : {BYTE} to f32" if is_narrow else "",
+            widen=f"%wide = {_TO_FLOAT} %a : {BYTE} to f32" if is_narrow else "",
             factor="wide" if is_narrow else "a",
         )
         return template.format(
@@ -301,7 +301,7 @@ def _adds_products(op: Any) -> bool:
     body = [inner.operation for inner in block.operations]
     computed = [inner for inner in body if inner.name != "arith.constant"]
     x, y, before = block.arguments
-    if computed[0].name == _WIDENS and computed[0].operands[0] == x:
+    if computed[0].name == _TO_FLOAT and computed[0].operands[0] == x:
         x = computed.pop(0).results[0]
     if [inner.name for inner in computed] != ["math.fma", "arith.addf", "linalg.yield"]:
         return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 from collections import Counter
@@ -13,6 +14,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from npu_iree.tolerances import largest_difference
 from tests.tolerances import assert_same
 
 WIDE, DEEP = 96, 64
@@ -64,11 +66,11 @@ class ByColumns(torch.nn.Module):
     values: torch.Tensor
     scales: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, wide: int = WIDE, deep: int = DEEP) -> None:
         super().__init__()
-        self.register_buffer("values", torch.randint(-128, 128, (WIDE, DEEP), dtype=torch.int8))
-        self.register_buffer("scales", torch.rand(WIDE))
-        self.bias = torch.nn.Parameter(torch.randn(WIDE))
+        self.register_buffer("values", torch.randint(-128, 128, (wide, deep), dtype=torch.int8))
+        self.register_buffer("scales", torch.rand(wide))
+        self.bias = torch.nn.Parameter(torch.randn(wide))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.gelu(F.linear(x, self.values.to(x.dtype)) * self.scales + self.bias)
@@ -88,6 +90,25 @@ def test_bytes_are_read_as_such_by_the_product(
     programs = [line for line in file.read_text().splitlines() if " func.func @" in line]
     assert programs
     assert f"{WIDE}x{DEEP}xf32" not in "".join(programs), "the weight is in memory as floats"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("sizes", [(WIDE, DEEP), (70, 52)])
+@torch.no_grad()
+def test_bytes_beside_any_floats(
+    sizes: tuple[int, int], dynamic: bool, dtype: torch.dtype, counts: Counter[str]
+) -> None:
+    model = ByColumns(*sizes).to(dtype)
+    compiled = torch.compile(model, backend="npu_iree", dynamic=dynamic)
+    exact = copy.deepcopy(model).double()
+    for rows in (1, 3, 20):
+        x = (torch.randn(rows, sizes[1]) * 0.02).to(dtype)
+        ours, eagers, truth = compiled(x), model(x), exact(x.double())
+        assert ours.dtype == dtype
+        error = largest_difference(eagers.double(), truth)
+        assert largest_difference(ours.double(), truth) <= 2 * error + 1e-5
+    assert counts["host_ops"] == 0
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
