@@ -28,41 +28,43 @@ _BOTH: Dtypes = (torch.uint8, torch.int8)
 
 # All that they are given is promoted to one dtype, numbers included, as the result is.
 ELEMENTWISE: dict[torch._ops.OpOverload, Dtypes] = {
-    aten.add.Scalar: _UNSIGNED,
-    aten.add.Tensor: _UNSIGNED,
-    aten.bitwise_and.Scalar: _UNSIGNED,
-    aten.bitwise_and.Tensor: _UNSIGNED,
-    aten.bitwise_or.Tensor: _UNSIGNED,
-    aten.bitwise_xor.Tensor: _UNSIGNED,
-    aten.clamp.Tensor: _UNSIGNED,
-    aten.clamp.default: _UNSIGNED,
+    aten.add.Scalar: _BOTH,
+    aten.add.Tensor: _BOTH,
+    aten.bitwise_and.Scalar: _BOTH,
+    aten.bitwise_and.Tensor: _BOTH,
+    aten.bitwise_or.Scalar: _BOTH,
+    aten.bitwise_or.Tensor: _BOTH,
+    aten.bitwise_xor.Scalar: _BOTH,
+    aten.bitwise_xor.Tensor: _BOTH,
+    aten.clamp.Tensor: _BOTH,
+    aten.clamp.default: _BOTH,
     aten.div.Scalar_mode: _BOTH,
     aten.div.Tensor_mode: _BOTH,
-    aten.eq.Scalar: _UNSIGNED,
-    aten.eq.Tensor: _UNSIGNED,
+    aten.eq.Scalar: _BOTH,
+    aten.eq.Tensor: _BOTH,
     aten.floor_divide.default: _BOTH,
-    aten.fmod.Scalar: _UNSIGNED,
-    aten.fmod.Tensor: _UNSIGNED,
-    aten.ge.Scalar: _UNSIGNED,
-    aten.ge.Tensor: _UNSIGNED,
-    aten.gt.Scalar: _UNSIGNED,
-    aten.gt.Tensor: _UNSIGNED,
-    aten.le.Scalar: _UNSIGNED,
-    aten.le.Tensor: _UNSIGNED,
-    aten.lt.Scalar: _UNSIGNED,
-    aten.lt.Tensor: _UNSIGNED,
-    aten.maximum.default: _UNSIGNED,
-    aten.minimum.default: _UNSIGNED,
+    aten.fmod.Scalar: _BOTH,
+    aten.fmod.Tensor: _BOTH,
+    aten.ge.Scalar: _BOTH,
+    aten.ge.Tensor: _BOTH,
+    aten.gt.Scalar: _BOTH,
+    aten.gt.Tensor: _BOTH,
+    aten.le.Scalar: _BOTH,
+    aten.le.Tensor: _BOTH,
+    aten.lt.Scalar: _BOTH,
+    aten.lt.Tensor: _BOTH,
+    aten.maximum.default: _BOTH,
+    aten.minimum.default: _BOTH,
     aten.mul.Scalar: _BOTH,
     aten.mul.Tensor: _BOTH,
-    aten.ne.Scalar: _UNSIGNED,
-    aten.ne.Tensor: _UNSIGNED,
+    aten.ne.Scalar: _BOTH,
+    aten.ne.Tensor: _BOTH,
     aten.pow.Tensor_Scalar: _BOTH,
     aten.remainder.Scalar: _BOTH,
     aten.remainder.Scalar_Tensor: _BOTH,
     aten.remainder.Tensor: _BOTH,
     aten.sub.Scalar: _BOTH,
-    aten.sub.Tensor: _UNSIGNED,
+    aten.sub.Tensor: _BOTH,
 }
 
 # Their results are of eight bits where their first argument is, but for indices and sums.
@@ -134,7 +136,7 @@ def _elementwise(op: Any, dtypes: Dtypes, otherwise: Decomposition | None) -> De
     def decomposed(*args: Any, **kwargs: Any) -> Any:
         if not _has(args, dtypes):
             return otherwise(*args, **kwargs) if otherwise else _UNCHANGED
-        if op is aten.clamp.default and any(_is_refused(bound) for bound in args[1:]):
+        if op is aten.clamp.default and any(_is_refused(bound, args[0]) for bound in args[1:]):
             return _UNCHANGED
         operands, dtype = _promoted(args)
         return _cut(op(*operands, **kwargs), dtype)
@@ -147,6 +149,8 @@ def _of_one_dtype(op: Any, dtypes: Dtypes, otherwise: Decomposition | None) -> D
         if x.dtype not in dtypes:
             return otherwise(x, *args, **kwargs) if otherwise else _UNCHANGED
         operands = pytree.tree_map_only(torch.Tensor, _widened, (x, *args))
+        if kwargs.get("dtype") is not None:  # of a product of all numbers
+            return _UNCHANGED if kwargs["dtype"] in _BOTH else op(*operands, **kwargs)
         return _cut(op(*operands, **kwargs), x.dtype)
 
     return decomposed
@@ -162,7 +166,7 @@ def _of_truths(op: Any, otherwise: Decomposition | None) -> Decomposition:
 
 
 def _cat(tensors: list[torch.Tensor], dim: int = 0) -> Any:
-    if not _has(tensors, _UNSIGNED):
+    if not _has(tensors, _BOTH):
         return _UNCHANGED
     operands, dtype = _promoted(tensors)
     return _cut(torch.cat(operands, dim), dtype)
@@ -171,23 +175,19 @@ def _cat(tensors: list[torch.Tensor], dim: int = 0) -> Any:
 def _full_like(x: torch.Tensor, value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
     if torch.uint8 not in (x.dtype, dtype):
         return _UNCHANGED
-    return _full(x.shape, value, dtype or x.dtype)
+    if (dtype or x.dtype) is not torch.uint8:
+        return torch.full_like(_widened(x), value, dtype=dtype)
+    return torch.full_like(_widened(x), int(value), dtype=_WIDE).to(torch.uint8)
 
 
 def _scalar_tensor(value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
     if dtype is not torch.uint8:
         return _UNCHANGED
-    return _full((), value, dtype)
-
-
-def _full(shape: Any, value: Any, dtype: torch.dtype) -> torch.Tensor:
-    if dtype is not torch.uint8:
-        return torch.full(shape, value, dtype=dtype)
-    return torch.full(shape, int(value), dtype=_WIDE).to(dtype)
+    return torch.full((), int(value), dtype=_WIDE).to(dtype)
 
 
 def _where(condition: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> Any:
-    if condition.dtype is not torch.bool or not _has((x, y), _UNSIGNED):
+    if condition.dtype is not torch.bool or not _has((x, y), _BOTH):
         return _UNCHANGED
     operands, dtype = _promoted((x, y))
     return _cut(torch.where(condition, *operands), dtype)
@@ -231,6 +231,8 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(_WIDE) if tensor.dtype in _BOTH else tensor
 
 
-def _is_refused(bound: Any) -> bool:
+def _is_refused(bound: Any, x: torch.Tensor) -> bool:
     """Say whether eager raises an error for a number, since it has more than eight bits."""
-    return isinstance(bound, int) and abs(bound) >= 2**_BITS
+    least = -(2**_BITS) + 1 if x.dtype is torch.uint8 else torch.iinfo(torch.int8).min
+    most = torch.iinfo(x.dtype if x.dtype in _BOTH else torch.uint8).max
+    return isinstance(bound, int) and not least <= bound <= most

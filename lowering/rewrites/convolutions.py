@@ -130,9 +130,9 @@ def convolution_backward(
     wanted = [output_mask[0] and not is_dense, output_mask[1] and not is_written_out, False]
     if any(wanted):  # of images, what the code generator does as well by itself
         places = (*window[1:], False, output_padding, 1)
-        of_x, of_weight, _ = aten.convolution_backward.default(
-            gradient, x, weight, bias_sizes, *places, wanted
-        )
+        found = aten.convolution_backward.default(gradient, x, weight, bias_sizes, *places, wanted)
+        of_x = found[0].to(kinds[0]) if wanted[0] else None
+        of_weight = found[1].to(kinds[1]) if wanted[1] else None
     if output_mask[0] and is_dense:
         of_input = _gradient_of_images if is_images else _gradient_of_rows
         of_x = of_input(gradient, x, weight, window).to(kinds[0])

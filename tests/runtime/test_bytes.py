@@ -90,6 +90,7 @@ def test_one_operand(counts: Counter[str]) -> None:
             *(torch.full_like(x, 200), torch.zeros_like(x, dtype=torch.int32), x.float() / 255),
             *(torch.gather(x, 1, places), F.embedding(places, x), x >> 4 | x << 4, x.square()),
             torch.zeros_like(x).scatter_add(0, places, x),
+            *(x.prod(1, dtype=torch.int32), torch.full_like(x.T, 200) + 1),
         ]
 
     assert_same(torch.compile(function, backend="npu_iree")(x), function(x))
@@ -136,6 +137,20 @@ def test_products_of_bytes_have_all_their_bits(
     for rows in (20, 33):
         x = torch.randint(low, high, (rows, 70), dtype=dtype)
         assert_same(compiled(x), function(x))
+    assert counts["host_ops"] == 0
+
+
+def test_signed_bytes(counts: Counter[str]) -> None:
+    x, other, flags = PAIRS[0].view(torch.int8), torch.tensor(301), PAIRS[1] > 100
+
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            *(x - 1, torch.sub(x, 5, alpha=2), x & other, x ^ other, x | 5, x ^ 5, x >= flags),
+            *(x == 300, x <= 200, x < 300, x < other, torch.maximum(x, other), x.clamp(-3, 100)),
+            *(torch.where(flags, x, other), torch.cat([x, flags])),
+        ]
+
+    assert_same(torch.compile(function, backend="npu_iree")(x), function(x))
     assert counts["host_ops"] == 0
 
 

@@ -39,6 +39,8 @@ CONVOLUTIONS: dict[str, tuple[torch.nn.Module, tuple[int, ...]]] = {
         torch.nn.Sequential(torch.nn.ZeroPad2d((0, 1, 0, 1)), Conv(64, 64, 3, 2, groups=64)),
         (1, 64, 56, 56),
     ),
+    "of many places": (Conv(3, 4, 11, stride=4, padding=2), (1, 3, 35, 35)),
+    "dilated": (Conv(3, 4, 3, stride=2, dilation=2), (1, 3, 12, 24)),
     "of rows": (torch.nn.Conv1d(8, 16, 3, padding=1), (2, 8, 50)),
 }
 
