@@ -157,3 +157,12 @@ def has_effect(node: fx.Node) -> bool:
 def is_subgraph(node: fx.Node) -> bool:
     """Say whether a node is the body of a higher-order op, e.g. a branch of `torch.cond`."""
     return node.op == "get_attr" and "val" not in node.meta
+
+
+def converted(value: object) -> fx.Node | None:
+    """Return the tensor of another dtype that a value was made of; None if of none."""
+    convert = torch.ops.prims.convert_element_type.default
+    if not isinstance(value, fx.Node) or value.target is not convert:
+        return None
+    source = value.args[0]
+    return source if isinstance(source, fx.Node) else None

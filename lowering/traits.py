@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from lowering.decompositions.halves import HALVES
+from lowering.nodes import converted
 
 aten = torch.ops.aten
-_CONVERT = torch.ops.prims.convert_element_type.default
 FEW_ROWS = 8
 # product -> the position of its first factor.
 _MATMULS: dict[object, int] = {
@@ -58,10 +58,8 @@ def _is_float32(node: fx.Node) -> bool:
 
 def _is_widened(value: object) -> bool:
     """Say whether a value was made of halves."""
-    if not isinstance(value, fx.Node) or value.target is not _CONVERT:
-        return False
-    source = value.args[0]
-    return isinstance(source, fx.Node) and source.meta["val"].dtype in HALVES
+    source = converted(value)
+    return source is not None and source.meta["val"].dtype in HALVES
 
 
 # word -> what a node is that makes a program have it.

@@ -194,8 +194,8 @@ def _compile_aot(
 def _dense(inputs: Sequence[Any]) -> Iterator[Any]:
     """Give inputs in the order of AOTAutograd's graph, which takes apart what is made of tensors.
 
-    So are quantized weights: integers and scales. Those of unknown sizes, which the graph has after
-    them, are left out.
+    So are quantized weights: integers and scales. Where their sizes are unknown, the graph has
+    these after them, and so more inputs than are given here, by which the caller knows.
     """
     for value in inputs:
         if is_traceable_wrapper_subclass(value):

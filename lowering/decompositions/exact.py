@@ -8,6 +8,7 @@ lowerings take unsigned integers for signed ones.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -84,14 +85,9 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> Any:
     return x.to(torch.int64).to(torch.uint8)
 
 
-def bitwise_or(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Decompose `aten.bitwise_or` with a number, which torch-mlir has with a tensor only."""
-    return torch.bitwise_or(x, torch.full((), bits, dtype=torch.result_type(x, bits)))
-
-
-def bitwise_xor(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Decompose `aten.bitwise_xor` with a number, as `bitwise_or`."""
-    return torch.bitwise_xor(x, torch.full((), bits, dtype=torch.result_type(x, bits)))
+def with_number(op: Any, x: torch.Tensor, bits: int) -> Any:
+    """Decompose a bitwise op with a number, which torch-mlir has with a tensor only."""
+    return op(x, torch.full((), bits, dtype=torch.result_type(x, bits)))
 
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -239,8 +235,8 @@ DECOMPOSITIONS = {
     aten.abs.default: absolute,
     aten.argmax.default: argmax,
     aten.argmin.default: argmin,
-    aten.bitwise_or.Scalar: bitwise_or,
-    aten.bitwise_xor.Scalar: bitwise_xor,
+    aten.bitwise_or.Scalar: functools.partial(with_number, torch.bitwise_or),
+    aten.bitwise_xor.Scalar: functools.partial(with_number, torch.bitwise_xor),
     aten.clamp.Tensor: clamp_tensor,
     aten.clamp.default: clamp,
     aten.eq.Tensor: eq,

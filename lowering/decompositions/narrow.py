@@ -27,47 +27,48 @@ _UNSIGNED: Dtypes = (torch.uint8,)
 _BOTH: Dtypes = (torch.uint8, torch.int8)
 
 # All that they are given is promoted to one dtype, numbers included, as the result is.
-ELEMENTWISE: dict[torch._ops.OpOverload, Dtypes] = {
-    aten.add.Scalar: _BOTH,
-    aten.add.Tensor: _BOTH,
-    aten.bitwise_and.Scalar: _BOTH,
-    aten.bitwise_and.Tensor: _BOTH,
-    aten.bitwise_or.Scalar: _BOTH,
-    aten.bitwise_or.Tensor: _BOTH,
-    aten.bitwise_xor.Scalar: _BOTH,
-    aten.bitwise_xor.Tensor: _BOTH,
-    aten.clamp.Tensor: _BOTH,
-    aten.clamp.default: _BOTH,
-    aten.div.Scalar_mode: _BOTH,
-    aten.div.Tensor_mode: _BOTH,
-    aten.eq.Scalar: _BOTH,
-    aten.eq.Tensor: _BOTH,
-    aten.floor_divide.default: _BOTH,
-    aten.fmod.Scalar: _BOTH,
-    aten.fmod.Tensor: _BOTH,
-    aten.ge.Scalar: _BOTH,
-    aten.ge.Tensor: _BOTH,
-    aten.gt.Scalar: _BOTH,
-    aten.gt.Tensor: _BOTH,
-    aten.le.Scalar: _BOTH,
-    aten.le.Tensor: _BOTH,
-    aten.lt.Scalar: _BOTH,
-    aten.lt.Tensor: _BOTH,
-    aten.maximum.default: _BOTH,
-    aten.minimum.default: _BOTH,
-    aten.mul.Scalar: _BOTH,
-    aten.mul.Tensor: _BOTH,
-    aten.ne.Scalar: _BOTH,
-    aten.ne.Tensor: _BOTH,
-    aten.pow.Tensor_Scalar: _BOTH,
-    aten.remainder.Scalar: _BOTH,
-    aten.remainder.Scalar_Tensor: _BOTH,
-    aten.remainder.Tensor: _BOTH,
-    aten.sub.Scalar: _BOTH,
-    aten.sub.Tensor: _BOTH,
-}
+ELEMENTWISE: tuple[torch._ops.OpOverload, ...] = (
+    aten.add.Scalar,
+    aten.add.Tensor,
+    aten.bitwise_and.Scalar,
+    aten.bitwise_and.Tensor,
+    aten.bitwise_or.Scalar,
+    aten.bitwise_or.Tensor,
+    aten.bitwise_xor.Scalar,
+    aten.bitwise_xor.Tensor,
+    aten.clamp.Tensor,
+    aten.clamp.default,
+    aten.div.Scalar_mode,
+    aten.div.Tensor_mode,
+    aten.eq.Scalar,
+    aten.eq.Tensor,
+    aten.floor_divide.default,
+    aten.fmod.Scalar,
+    aten.fmod.Tensor,
+    aten.ge.Scalar,
+    aten.ge.Tensor,
+    aten.gt.Scalar,
+    aten.gt.Tensor,
+    aten.le.Scalar,
+    aten.le.Tensor,
+    aten.lt.Scalar,
+    aten.lt.Tensor,
+    aten.maximum.default,
+    aten.minimum.default,
+    aten.mul.Scalar,
+    aten.mul.Tensor,
+    aten.ne.Scalar,
+    aten.ne.Tensor,
+    aten.pow.Tensor_Scalar,
+    aten.remainder.Scalar,
+    aten.remainder.Scalar_Tensor,
+    aten.remainder.Tensor,
+    aten.sub.Scalar,
+    aten.sub.Tensor,
+)
 
-# Their results are of eight bits where their first argument is, but for indices and sums.
+# Their results are of eight bits where their first argument is, but for indices, and products of
+# all numbers. Signed bytes are widened where torch-mlir fails on them; others run as they are.
 OF_ONE_DTYPE: dict[torch._ops.OpOverload, Dtypes] = {
     aten.gather.default: _UNSIGNED,
     aten.max.default: _BOTH,
@@ -96,9 +97,9 @@ def with_narrow(table: Table) -> Table:
     After:  %1 = convert(%0, i32); %2 = aten.add.Tensor(%1, 44); %3 = convert(%2, u8)
     """
     return {
-        **{op: _elementwise(op, d, table.get(op)) for op, d in ELEMENTWISE.items()},
-        **{op: _of_one_dtype(op, d, table.get(op)) for op, d in OF_ONE_DTYPE.items()},
-        **{op: _of_truths(op, table.get(op)) for op in TRUTHS},
+        **{op: _on_bytes(_elementwise(op), _BOTH, table.get(op)) for op in ELEMENTWISE},
+        **{op: _on_bytes(_of_one_dtype(op), d, table.get(op)) for op, d in OF_ONE_DTYPE.items()},
+        **{op: _on_bytes(_of_truths(op), _UNSIGNED, table.get(op)) for op in TRUTHS},
         aten._int_mm.default: int_mm,
         aten.cat.default: _cat,
         aten.full_like.default: _full_like,
@@ -132,10 +133,21 @@ def view_dtype(x: torch.Tensor, dtype: torch.dtype) -> Any:
     return x.to(dtype) if x.dtype in _BOTH and dtype in _BOTH else _UNCHANGED
 
 
-def _elementwise(op: Any, dtypes: Dtypes, otherwise: Decomposition | None) -> Decomposition:
+def _on_bytes(
+    decomposition: Decomposition, dtypes: Dtypes, otherwise: Decomposition | None
+) -> Decomposition:
+    """Return a decomposition of what has operands of some dtypes, and another of all else."""
+
     def decomposed(*args: Any, **kwargs: Any) -> Any:
-        if not _has(args, dtypes):
-            return otherwise(*args, **kwargs) if otherwise else _UNCHANGED
+        if _has(args, dtypes):
+            return decomposition(*args, **kwargs)
+        return otherwise(*args, **kwargs) if otherwise else _UNCHANGED
+
+    return decomposed
+
+
+def _elementwise(op: Any) -> Decomposition:
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
         if op is aten.clamp.default and any(_is_refused(bound, args[0]) for bound in args[1:]):
             return _UNCHANGED
         operands, dtype = _promoted(args)
@@ -144,10 +156,8 @@ def _elementwise(op: Any, dtypes: Dtypes, otherwise: Decomposition | None) -> De
     return decomposed
 
 
-def _of_one_dtype(op: Any, dtypes: Dtypes, otherwise: Decomposition | None) -> Decomposition:
+def _of_one_dtype(op: Any) -> Decomposition:
     def decomposed(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if x.dtype not in dtypes:
-            return otherwise(x, *args, **kwargs) if otherwise else _UNCHANGED
         operands = pytree.tree_map_only(torch.Tensor, _widened, (x, *args))
         if kwargs.get("dtype") is not None:  # of a product of all numbers
             return _UNCHANGED if kwargs["dtype"] in _BOTH else op(*operands, **kwargs)
@@ -156,10 +166,8 @@ def _of_one_dtype(op: Any, dtypes: Dtypes, otherwise: Decomposition | None) -> D
     return decomposed
 
 
-def _of_truths(op: Any, otherwise: Decomposition | None) -> Decomposition:
+def _of_truths(op: Any) -> Decomposition:
     def decomposed(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if x.dtype is not torch.uint8:
-            return otherwise(x, *args, **kwargs) if otherwise else _UNCHANGED
         return op(x.to(torch.bool), *args, **kwargs).to(torch.uint8)
 
     return decomposed

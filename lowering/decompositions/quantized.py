@@ -47,13 +47,13 @@ def dequantize_per_tensor(
     x: torch.Tensor,
     scale: torch.Tensor,
     zero_point: torch.Tensor,
-    low: int | torch.Tensor,
-    high: int | torch.Tensor,
-    dtype: torch.dtype,
-    *,
+    *_: Any,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Decompose `dequantize_per_tensor` where scale and offset are tensors of one element."""
+    """Decompose `dequantize_per_tensor` where scale and offset are tensors of one element.
+
+    What else it takes is for those who look for patterns: the bounds, and the dtype of `x`.
+    """
     made = out_dtype or torch.float32
     return (x.to(made) - zero_point.reshape(()).to(made)) * scale.reshape(()).to(made)
 

@@ -10,12 +10,12 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowering.decompositions.halves import HALVES
+from lowering.nodes import converted
 from lowering.rewrites.rule import Arguments, Rule
 from lowering.sizes import is_static
 
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented
-_CONVERT = torch.ops.prims.convert_element_type.default
 # What moves elements and computes nothing.
 _MOVES = frozenset(
     {
@@ -32,15 +32,19 @@ _MOST_ELEMENTS = 1 << 24
 
 
 def mm(x: torch.Tensor, matrix: torch.Tensor, is_transposed: bool) -> Any:
-    """Rewrite `aten.mm` of one row and a transposed matrix, which is read by rows, once.
+    """Rewrite `aten.mm` so that a matrix is read as it lies: by rows, or as the bytes it is of.
 
-    A matrix that is read once in a call gains nothing by packing (`stages.read_by_rows`).
+    A transposed matrix that is read once in a call, for one row, gains nothing by packing
+    (`stages.read_by_rows`).
+
+    Before: %y = mm(%x, permute(%w, [1, 0]))                with %x of [1, K], %w of [N, K]
+    After:  %y = unsqueeze(mv(%w, view(%x, [K])), 0)
 
     Of halves and of signed bytes that were made halves, the product is one of floats, in which it
     is added up anyway: so it reads the bytes (`stages.read_in_panels`).
 
-    Before: %y = mm(%x, permute(%w, [1, 0]))                with %x of [1, K], %w of [N, K]
-    After:  %y = unsqueeze(mv(%w, view(%x, [K])), 0)
+    Before: %y = mm(%x, convert(%w, bf16))                  with %x of bf16, %w of i8
+    After:  %y = convert(mm(convert(%x, f32), convert(%w, f32)), bf16)
 
     Args:
         x: `[M, K]`.
@@ -50,7 +54,7 @@ def mm(x: torch.Tensor, matrix: torch.Tensor, is_transposed: bool) -> Any:
     is_widened = matrix.dtype == torch.int8 and x.dtype in HALVES
     if not (is_widened or x.dtype == torch.float32) or 0 in (*x.shape, *matrix.shape):
         return _UNCHANGED
-    if is_transposed and isinstance(rows := x.shape[0], int) and rows == 1:
+    if is_transposed and x.shape[0] == 1:
         y = torch.mv(matrix.to(torch.float32), x.view(-1).to(torch.float32)).unsqueeze(0)
     elif is_widened:
         factor = matrix.t() if is_transposed else matrix
@@ -63,16 +67,12 @@ def mm(x: torch.Tensor, matrix: torch.Tensor, is_transposed: bool) -> Any:
 def _matrix(node: fx.Node) -> Arguments | None:
     """Take the matrix that the second factor is in floats, or the transpose of."""
     x, factor = node.args
-    is_of_bytes = False
-    if isinstance(factor, fx.Node) and factor.target is _CONVERT:
-        source = factor.args[0]
-        assert isinstance(source, fx.Node)
-        is_of_bytes = source.meta["val"].dtype == torch.int8
-        factor = source if is_of_bytes else factor
-    is_transposed = isinstance(factor, fx.Node) and factor.target is aten.permute.default
-    if is_transposed:
-        return x, factor.args[0], True  # type: ignore[union-attr]
-    return (x, factor, False) if is_of_bytes else None
+    source = converted(factor)
+    is_of_bytes = source is not None and source.meta["val"].dtype == torch.int8
+    matrix = source if is_of_bytes else factor
+    if isinstance(matrix, fx.Node) and matrix.target is aten.permute.default:
+        return x, matrix.args[0], True
+    return (x, matrix, False) if is_of_bytes else None
 
 
 def bmm(x: torch.Tensor, matrices: torch.Tensor, times: int, is_transposed: bool) -> Any:

@@ -7,17 +7,18 @@ from typing import Any
 from lowering.stages.structured import is_elementwise
 from lowering.stages.symbols import maker_of
 
-_WIDENS = frozenset({"arith.extf", "arith.extsi", "arith.sitofp"})
+TO_FLOAT = "arith.sitofp"
+_WIDENS = frozenset({"arith.extf", "arith.extsi", TO_FLOAT})
 BYTE = "i8"
 VIEWS = ("tensor.collapse_shape", "tensor.expand_shape")
 
 
 def shapes_of(op: Any, *, bytes_at: int | None = None) -> list[list[int]] | None:
-    """Return the shapes of an op's operands; None if one has dynamic sizes, or no float32.
+    """Return the shapes of an op's operands; None if one has dynamic sizes, or another dtype.
 
     Args:
         op: a product.
-        bytes_at: the place of an operand that may be of signed bytes instead.
+        bytes_at: the place of an operand that may be of signed bytes, and not of float32.
     """
     from iree.compiler import ir
 
@@ -68,6 +69,11 @@ def bytes_of(value: Any) -> Any:
     """Return the signed bytes that a value has as floats, such as a quantized weight; or None."""
     source = narrow_of(value)
     return source if source is not None and str(source.type.element_type) == BYTE else None
+
+
+def as_float(name: str, dtype: str) -> tuple[str, str]:
+    """Write what makes a float32 of a value, `%name`, of a factor: the op, if any, and its name."""
+    return (f"%wide = {TO_FLOAT} %{name} : {BYTE} to f32", "wide") if dtype == BYTE else ("", name)
 
 
 def is_weight(value: Any) -> bool:

@@ -9,7 +9,15 @@ from typing import Any
 
 from lowering.cpu import best_for
 from lowering.stages.dispatch_work import walk
-from lowering.stages.factors import BYTE, bytes_of, is_plain, is_weight, shapes_of, transposed
+from lowering.stages.factors import (
+    TO_FLOAT,
+    as_float,
+    bytes_of,
+    is_plain,
+    is_weight,
+    shapes_of,
+    transposed,
+)
 from lowering.stages.symbols import maker_of
 from lowering.stages.templates import replace_by, tensor
 
@@ -33,7 +41,6 @@ _ADD = """{{
     %next = arith.addf %sum, %ab : f32
     linalg.yield %next : f32
   }}"""
-_TO_FLOAT = "arith.sitofp"
 _PRODUCT = """
 func.func private @product(%w: {w}, %x: {x}, %start: {y}) -> {y} {{
   %y = linalg.generic {{indexing_maps = {maps}, iterator_types = [{parallel}, "reduction"]}}
@@ -240,18 +247,13 @@ class _Product:
         return tensor([self.steps[i] for i in loops], dtype)
 
     def _write(self, template: str, **others: Any) -> str:
-        is_narrow = self.dtype == BYTE
-        add = _ADD.format(
-            dtype=self.dtype,
-            widen=f"%wide = {_TO_FLOAT} %a : {BYTE} to f32" if is_narrow else "",
-            factor="wide" if is_narrow else "a",
-        )
+        widen, factor = as_float("a", self.dtype)
         return template.format(
             w=self._kind(self.w, self.dtype),
             x=self._kind(self.x),
             y=self._kind(self.y),
             parallel=", ".join(['"parallel"'] * len(self.y)),
-            add=add,
+            add=_ADD.format(dtype=self.dtype, widen=widen, factor=factor),
             **others,
         )
 
@@ -301,7 +303,7 @@ def _adds_products(op: Any) -> bool:
     body = [inner.operation for inner in block.operations]
     computed = [inner for inner in body if inner.name != "arith.constant"]
     x, y, before = block.arguments
-    if computed[0].name == _TO_FLOAT and computed[0].operands[0] == x:
+    if computed[0].name == TO_FLOAT and computed[0].operands[0] == x:
         x = computed.pop(0).results[0]
     if [inner.name for inner in computed] != ["math.fma", "arith.addf", "linalg.yield"]:
         return False

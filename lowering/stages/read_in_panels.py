@@ -9,8 +9,8 @@ from typing import Any
 from lowering.cpu import best_for
 from lowering.stages.barrier import put_barriers
 from lowering.stages.factors import (
-    BYTE,
     VIEWS,
+    as_float,
     bytes_of,
     is_plain,
     is_weight,
@@ -44,7 +44,6 @@ _PRODUCT = """
 func.func private @product(%x: {x}, %w: {w}, %start: {start}) -> {y} {{
   %empty = tensor.empty() : {panels}
   %zero = arith.constant 0.0 : f32
-  %nothing = arith.constant {nothing} : {dtype}
   %panels = linalg.pack %w {padding} {order} inner_dims_pos = [{dim}] inner_tiles = [{width}]
       into %empty : {w} -> {panels}
   {begin}
@@ -104,7 +103,8 @@ def read_in_panels(function: Any, features: Collection[str]) -> None:
     So does what reads it over and over, in loops that the product has not, and for which no block
     is known ("large vector sizes"): the gradient of a Linear on a text's first token.
 
-    A weight of signed bytes is packed as such, and widened where it is multiplied.
+    A matrix of signed bytes is packed as such, and widened where it is multiplied; not where the
+    last panel would have columns over, nor by a matrix unit.
 
     Before: %y = linalg.matmul ins(%x, %w)                      with %x of [M, K], %w of [K, N]
     After:  %panels[n, k, l] = %w[k, 32 * n + l], 0 where there is no such column
@@ -163,7 +163,7 @@ class _Product:
         count, first = -(-n // width), len(stack)
         item_rows, item_panels = work_item(m, count, self.stack or 1, rows)
         w = tensor([*stack, n, k] if self.is_transposed else [*stack, k, n], self.dtype)
-        is_narrow = self.dtype == BYTE
+        widen, factor = as_float("b", self.dtype)
         order = [*range(first), first + 1, first]
         split, whole = [*stack, m, count, width], [*stack, m, count * width]
         is_padded = n % width != 0
@@ -184,12 +184,11 @@ class _Product:
             start="f32" if is_padded else ends["y"],
             begin=(_BEGIN_PADDED if is_padded else _BEGIN).format(**ends),
             end=(_END_PADDED if is_padded else _END).format(**ends),
-            padding=f"padding_value(%nothing : {self.dtype})" if is_padded else "",
+            padding="padding_value(%zero : f32)" if is_padded else "",
             panels=tensor([*stack, count, k, width], self.dtype),
             dtype=self.dtype,
-            nothing=0 if is_narrow else 0.0,
-            widen=f"%wide = arith.sitofp %b : {BYTE} to f32" if is_narrow else "",
-            factor="wide" if is_narrow else "b",
+            widen=widen,
+            factor=factor,
             order="" if self.is_transposed else f"outer_dims_perm = {order}",
             dim=first if self.is_transposed else first + 1,
             split=ends["split"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,14 @@ def compile_function() -> Callable[..., Runner]:
         return compile_graph(capture_aot(graph), Options.parse(options))
 
     return compile_
+
+
+@pytest.fixture
+def dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Compile anew, and return the folder that has what each stage made."""
+    monkeypatch.setenv("NPU_IREE_DUMP", str(tmp_path))
+    monkeypatch.setenv("NPU_IREE_CACHE", "off")
+    return tmp_path
 
 
 @pytest.fixture

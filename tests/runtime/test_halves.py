@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from npu_iree.tolerances import largest_difference
+from tests.runtime.programs import signatures
 
 OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda x: x.sum(-1),
@@ -58,17 +59,10 @@ def test_it_is_as_exact_as_eager(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES)
 @torch.no_grad()
-def test_a_product_reads_halves_and_no_floats_made_of_them(
-    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NPU_IREE_DUMP", str(tmp_path))
-    monkeypatch.setenv("NPU_IREE_CACHE", "off")
+def test_a_product_reads_halves_and_no_floats_made_of_them(dtype: torch.dtype, dump: Path) -> None:
     model, x = torch.nn.Linear(64, 96).to(dtype), torch.randn(20, 64).to(dtype)
     torch.compile(model, backend="npu_iree")(x)
-    (file,) = tmp_path.rglob("03-*.mlir")
-    programs = [line for line in file.read_text().splitlines() if " func.func @" in line]
-    assert programs
-    assert "64xf32" not in "".join(programs), "factors are in memory as floats"
+    assert "64xf32" not in signatures(dump), "factors are in memory as floats"
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -76,15 +76,12 @@ def test_a_step_writes_into_the_cache_in_place(counts: Counter[str]) -> None:
     assert counts["graphs"] == 1
 
 
-def test_a_step_copies_no_cache_inside_of_the_region(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NPU_IREE_DUMP", str(tmp_path))
+def test_a_step_copies_no_cache_inside_of_the_region(dump: Path) -> None:
     with torch.no_grad():
         torch.compile(step, backend="npu_iree")(
             torch.zeros(SHAPE), torch.tensor([1]), torch.randn(1, 2, 1, 16)
         )
-    (flow,) = tmp_path.rglob("*.flow.mlir")
+    (flow,) = dump.rglob("*.flow.mlir")
     main = flow.read_text().partition("util.func public @main(")[2]
     assert "flow.tensor.clone" not in main
     whole = "tensor<1x2x48x16xf32>"

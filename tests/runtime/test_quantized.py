@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from npu_iree.tolerances import largest_difference
+from tests.runtime.programs import signatures
 from tests.tolerances import assert_same
 
 WIDE, DEEP = 96, 64
@@ -78,18 +79,11 @@ class ByColumns(torch.nn.Module):
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 20, 130])
 @torch.no_grad()
-def test_bytes_are_read_as_such_by_the_product(
-    rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: Counter[str]
-) -> None:
-    monkeypatch.setenv("NPU_IREE_DUMP", str(tmp_path))
-    monkeypatch.setenv("NPU_IREE_CACHE", "off")
+def test_bytes_are_read_as_such_by_the_product(rows: int, dump: Path, counts: Counter[str]) -> None:
     model, x = ByColumns(), torch.randn(rows, DEEP) * 0.02
     assert_same(torch.compile(model, backend="npu_iree")(x), model(x))
     assert counts["host_ops"] == 0
-    (file,) = tmp_path.rglob("03-*.mlir")
-    programs = [line for line in file.read_text().splitlines() if " func.func @" in line]
-    assert programs
-    assert f"{WIDE}x{DEEP}xf32" not in "".join(programs), "the weight is in memory as floats"
+    assert f"{WIDE}x{DEEP}xf32" not in signatures(dump), "the weight is in memory as floats"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -113,11 +107,7 @@ def test_bytes_beside_any_floats(
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @torch.no_grad()
-def test_a_weight_made_of_tensors_is_bound(
-    dynamic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: Counter[str]
-) -> None:
-    monkeypatch.setenv("NPU_IREE_DUMP", str(tmp_path))
-    monkeypatch.setenv("NPU_IREE_CACHE", "off")
+def test_a_weight_made_of_tensors_is_bound(dynamic: bool, dump: Path, counts: Counter[str]) -> None:
     linear = torch.nn.Linear(DEEP, WIDE)
     values = torch.randint(-128, 128, (WIDE, DEEP), dtype=torch.int8)
     weight = Quantized(values, torch.rand(WIDE, 1))
@@ -129,9 +119,7 @@ def test_a_weight_made_of_tensors_is_bound(
     values.neg_()  # in place, which is noticed
     assert_same(compiled(x), linear(x))
     assert counts["host_ops"] == 0
-    bound = [
-        json.loads(f.read_text())["parameters"]["main"] for f in tmp_path.rglob("options.json")
-    ]
+    bound = [json.loads(f.read_text())["parameters"]["main"] for f in dump.rglob("options.json")]
     assert all(len(parameters) == 3 for parameters in bound)  # bytes, scales and bias
     assert bound
 
