@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from npu_iree.tolerances import largest_difference
-from tests.runtime.programs import signatures
+from tests.dumps import signatures
 
 OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda x: x.sum(-1),

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from npu_iree.tolerances import largest_difference
-from tests.runtime.programs import signatures
+from tests.dumps import signatures
 from tests.tolerances import assert_same
 
 WIDE, DEEP = 96, 64
