@@ -19,6 +19,11 @@ def are_known(sizes: Sequence[int]) -> bool:
     return all(isinstance(size, int) for size in sizes)
 
 
+def are_empty(*tensors: torch.Tensor) -> bool:
+    """Say whether one of these tensors is known to have no elements."""
+    return any(isinstance(size, int) and size == 0 for t in tensors for size in t.shape)
+
+
 def are_same(sizes: Sequence[int], others: Sequence[int]) -> bool:
     """Say whether these sizes are those, whatever numbers symbols stand for."""
     if len(sizes) != len(others):

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lowering.sizes import are_known, is_static, of_each
 
@@ -82,11 +83,18 @@ def convolution_backward(
 ) -> Any:
     """Decompose `aten.convolution_backward` in groups, in 3 dimensions, or of a transposed one.
 
-    With a stride and a batch of any size, too: torch-mlir has that for known sizes only.
+    With a stride and a batch of any size, too: torch-mlir has that for known sizes only. And the
+    gradient of an input that was padded by more than the window reaches: torch-mlir pads that by
+    less than nothing where it is told by how much when the program runs.
     """
     rank = x.dim() - 2
     stride, padding, dilation = (of_each(v, rank) for v in (stride, padding, dilation))
     is_plain = not transposed and groups == 1 and rank < 3
+    if is_plain and output_mask[0] and _is_padded_by_more(weight, stride, padding, dilation):
+        of_padded = _gradient_cut_out(gradient, x, weight, padding, dilation)
+        given = gradient, x, weight, bias_sizes, stride, padding, dilation
+        others = transposed, output_padding, groups, [False, *output_mask[1:]]
+        return of_padded, *aten.convolution_backward.default(*given, *others)[1:]
     are_static = is_static(weight) and are_known((*x.shape[1:], *gradient.shape[1:]))
     if not are_static or (is_plain and (is_static(x) or max(stride) == 1)):
         return _UNCHANGED
@@ -105,6 +113,32 @@ def convolution_backward(
     if output_mask[2]:
         of_bias = gradient.sum([0, *range(2, 2 + rank)])
     return of_x, of_weight, of_bias
+
+
+def _is_padded_by_more(
+    weight: torch.Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> bool:
+    """Say whether padding may be more than a window without a stride reaches."""
+    if not are_known(stride) or max(stride) > 1:
+        return False
+    sizes = zip(weight.shape[2:], padding, dilation, strict=True)
+    return not all(statically_known_true(d * (k - 1) >= p) for k, p, d in sizes)
+
+
+def _gradient_cut_out(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> torch.Tensor:
+    """Compute the gradient of the padded input, and cut out that of the input, `[N, C, ...]`."""
+    rank = x.dim() - 2
+    ones, zeros = [1] * rank, [0] * rank
+    whole = _transposed(gradient, weight, ones, zeros, dilation, zeros, 1)
+    for i, pad in enumerate(padding):
+        whole = whole.narrow(2 + i, pad, x.shape[2 + i])
+    return whole
 
 
 def _by_planes(
@@ -172,15 +206,29 @@ def _transposed(
         [N, F, ...].
     """
     rank = x.dim() - 2
-    kernel = weight.shape[2:]
-    apart = spread_all(x, kernel, stride, padding, dilation, output_padding)
-    grouped = weight.reshape(groups, -1, *weight.shape[1:]).transpose(1, 2)
-    flipped = grouped.reshape(-1, grouped.shape[2], *kernel).flip([*range(2, 2 + rank)])
+    apart = spread_all(x, weight.shape[2:], stride, padding, dilation, output_padding)
     ones, zeros = [1] * rank, [0] * rank
     result: torch.Tensor = aten.convolution.default(
-        apart, flipped, None, ones, zeros, dilation, False, zeros, groups
+        apart, flipped(weight, groups), None, ones, zeros, dilation, False, zeros, groups
     )
     return result
+
+
+def flipped(weight: torch.Tensor, groups: int) -> torch.Tensor:
+    """Give the weight that a transposed convolution convolves with.
+
+    Args:
+        weight: `[C, F / groups, ...]`.
+        groups: each of C / groups channels.
+
+    Returns:
+        `[F, C / groups, ...]`, the last dimensions from the end.
+    """
+    swapped = weight.transpose(0, 1)
+    if groups > 1:
+        grouped = weight.reshape(groups, -1, *weight.shape[1:]).transpose(1, 2)
+        swapped = grouped.reshape(-1, grouped.shape[2], *weight.shape[2:])
+    return swapped.flip([*range(2, weight.dim())])
 
 
 def spread_all(

@@ -15,7 +15,7 @@ from torch import fx
 
 from lowering.graph_modules import graph_module_of
 from lowering.importable import make_importable
-from lowering.rewrites import broadcasts, convolutions, products
+from lowering.rewrites import broadcasts, convolution_gradients, convolutions, products
 from lowering.rewrites.channels_last import ChannelsLast
 from lowering.rewrites.forms import Forms
 from lowering.rewrites.matrices import Matrices
@@ -26,7 +26,7 @@ from lowering.target import CompileTarget
 # What a target lists in `CompileTarget.rewrites` -> op -> what it is rewritten by.
 RULES: Mapping[str, Mapping[Any, Rule]] = {
     "broadcasts": broadcasts.RULES,
-    "convolutions": convolutions.RULES,
+    "convolutions": {**convolutions.RULES, **convolution_gradients.RULES},
     "products": products.RULES,
 }
 # The same -> the form in which values are computed where that can be, after that.

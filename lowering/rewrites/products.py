@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lowering.decompositions.halves import HALVES
 from lowering.nodes import converted
 from lowering.rewrites.rule import Arguments, Rule
-from lowering.sizes import is_static
+from lowering.sizes import are_empty, is_static
 
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented
@@ -52,7 +52,7 @@ def mm(x: torch.Tensor, matrix: torch.Tensor, is_transposed: bool) -> Any:
         is_transposed: whether it is `[N, K]`.
     """
     is_widened = matrix.dtype == torch.int8 and x.dtype in HALVES
-    if not (is_widened or x.dtype == torch.float32) or 0 in (*x.shape, *matrix.shape):
+    if not (is_widened or x.dtype == torch.float32) or are_empty(x, matrix):
         return _UNCHANGED
     if is_transposed and x.shape[0] == 1:
         y = torch.mv(matrix.to(torch.float32), x.view(-1).to(torch.float32)).unsqueeze(0)

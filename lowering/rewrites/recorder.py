@@ -31,7 +31,7 @@ from lowering.nodes import origin_of
 from lowering.sizes import is_static
 
 aten = torch.ops.aten
-_KEPT = ("mv",)  # what a rewrite writes because it is to stay
+_KEPT = ("full", "mv")  # what a rewrite writes because it is to stay
 # How sizes are computed of others.
 _ARITHMETIC: Mapping[Any, Callable[[Any, Any], Any]] = {
     sympy.Add: operator.add,
@@ -48,11 +48,14 @@ class _NotWrittenError(Exception):
     """A size cannot be written down, or would have to be known."""
 
 
-def first_of(x: torch.Tensor, dim: int, count: int | torch.SymInt) -> torch.Tensor:
-    """Slice the first of a dimension that has at least as many, even where PyTorch cannot tell."""
+def part_of(
+    x: torch.Tensor, dim: int, start: int, count: int | torch.SymInt, step: int = 1
+) -> torch.Tensor:
+    """Slice so many of a dimension that has them, even where PyTorch cannot tell that it has."""
     token = _IS_INSIDE.set(True)
     try:
-        found: torch.Tensor = aten.slice.Tensor(x, dim, 0, count)
+        end = start + (count - 1) * step + 1
+        found: torch.Tensor = aten.slice.Tensor(x, dim, start, end, step)
     finally:
         _IS_INSIDE.reset(token)
     return found
@@ -241,14 +244,15 @@ def _sliced(
     size, start = x.shape[dim], start or 0
     if end is None or statically_known_true(end >= size):
         end = size
-    is_inside = _IS_INSIDE.get() or statically_known_true(end <= size)
-    if not (
-        is_inside and statically_known_true(start >= 0) and statically_known_true(end >= start)
-    ):
+    if not (_IS_INSIDE.get() or _is_inside(start, end, size)):
         raise _NotWrittenError(f"a slice of {size} from {start} to {end}")
     sizes = [*x.shape]
     sizes[dim] = (end - start + step - 1) // step
     return x.new_empty(sizes)
+
+
+def _is_inside(start: int, end: int, size: int) -> bool:
+    return all(map(statically_known_true, (start >= 0, end >= start, end <= size)))
 
 
 def _padded(x: torch.Tensor, amounts: Sequence[int], value: float = 0) -> torch.Tensor:

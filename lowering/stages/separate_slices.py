@@ -28,7 +28,8 @@ def separate_slices(function: Any) -> None:
         if op.operation.name != "tensor.extract_slice":
             continue
         is_misread = _has_gaps(op) and _is_indexed(op.result)
-        is_factor = not op.result.type.has_static_shape and makes_factor(op.result)
+        is_apart = not op.result.type.has_static_shape or _has_gaps(op)
+        is_factor = is_apart and makes_factor(op.result)
         if is_misread or is_factor or _is_cut_anywhere(op):
             read_behind_barrier(op.result)
 

@@ -72,6 +72,52 @@ def test_batches_of_any_size(counts: Counter[str]) -> None:
     assert (counts["graphs"], counts["host_ops"], counts["refused_flags"]) == (1, 0, 0)
 
 
+CONVOLUTIONS = {
+    "a row": lambda: nn.Conv1d(4, 8, 5, padding=2),
+    "a strided row": lambda: nn.Conv1d(4, 8, 3, stride=2, padding=1),
+    "images": lambda: nn.Conv2d(4, 8, 3, padding=1),
+    "strided images": lambda: nn.Conv2d(4, 8, (3, 2), stride=(2, 3), padding=1),
+    "between windows": lambda: nn.Conv2d(4, 8, 1, stride=2, bias=False),
+    "apart": lambda: nn.Conv2d(4, 8, 3, padding=2, dilation=2),
+    "apart and strided": lambda: nn.Conv2d(4, 8, 3, stride=2, padding=2, dilation=2),
+    "in groups": lambda: nn.Conv2d(4, 8, 3, stride=2, groups=2),
+    "of each channel": lambda: nn.Conv2d(4, 4, 3, padding=1, groups=4),
+    "of each channel, strided": lambda: nn.Conv2d(4, 4, 3, stride=2, padding=1, groups=4),
+    "transposed": lambda: nn.ConvTranspose2d(4, 8, 3, stride=2, padding=1, output_padding=1),
+    "volumes": lambda: nn.Conv3d(4, 4, 2, stride=(1, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_training_on_any_size(name: str, counts: Counter[str]) -> None:
+    model = CONVOLUTIONS[name]()
+    compiled = torch.compile(model, backend="npu_iree", dynamic=True)
+    for count, *sizes in ((2, 20, 11, 9), (3, 17, 24, 8)):
+        x = torch.randn(count, 4, *sizes[: model.weight.dim() - 2], requires_grad=True)
+        tensors = x, *model.parameters()
+        expected = model(x)
+        gradient = torch.randn_like(expected)
+        found = torch.autograd.grad(compiled(x), tensors, gradient)
+        wanted = torch.autograd.grad(expected, tensors, gradient)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-3)
+    assert (counts["graphs"], counts["host_ops"], counts["refused_flags"]) == (2, 0, 0)
+
+
+@pytest.mark.parametrize("padding", [2, [1, 2]], ids=["alike", "each"])
+def test_more_padding_than_a_window_reaches(padding: int | list[int]) -> None:
+    def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x, weight, padding=padding)
+
+    compiled = torch.compile(function, backend="npu_iree", dynamic=True)
+    for size in (12, 9):
+        args = torch.randn(2, 3, size, size + 4), torch.randn(5, 3, 2, 2)
+        tensors = [arg.requires_grad_() for arg in args]
+        gradient = torch.randn_like(function(*args))
+        found = torch.autograd.grad(compiled(*args), tensors, gradient)
+        wanted = torch.autograd.grad(function(*args), tensors, gradient)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 class Block(nn.Module):
     """What ConvNeXt is made of: the sum at its end is of what came in, two products before."""
 

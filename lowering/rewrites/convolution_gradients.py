@@ -1,0 +1,146 @@
+"""Gradients of convolutions as products, for code generators that do these better.
+
+torch-mlir lowers them for known sizes only, or without a stride, and not in groups. Of unknown
+sizes, all that is asked of a size is what holds for each.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lowering.decompositions.convolution import spread
+from lowering.decompositions.halves import widened
+from lowering.rewrites.convolutions import is_images, is_small, rows_of
+from lowering.rewrites.gradients_of_any_size import (
+    MOST_PLACES_OF_GRADIENT,
+    gradient_of_input,
+    of_any_size,
+)
+from lowering.rewrites.rule import Rule
+from lowering.rewrites.windows import MOST_PLACES, Window, to_last, windows
+from lowering.sizes import is_static
+
+aten = torch.ops.aten
+_UNCHANGED: Any = NotImplemented
+_MOST_PHASES = 16  # places between two windows, for the gradient of the input
+# For the gradient of the weight, bytes of what all windows saw. Next to each other, torch-mlir's
+# convolution over the batch takes up to 1.3 times as long as the product; apart, 10 to 30 times.
+_MOST_BYTES_OF_WINDOWS = {False: 64 << 20, True: 1 << 30}
+
+
+def convolution_backward(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias_sizes: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    output_mask: Sequence[bool],
+) -> Any:
+    """Rewrite `aten.convolution_backward` of what `convolution` writes as a product.
+
+    Of images, the input's gradient is a convolution of the gradient with the flipped weight, or,
+    with strides, several products (`gradient_of_input`). What is best left to torch-mlir
+    (`_MOST_BYTES_OF_WINDOWS`) stays a `convolution_backward`.
+
+    Before: %gx, %gw, %gb = convolution_backward(%g, %x, %w, ...)             with %g of [N, F, M]
+    After:  %gw = sum over N of matmul(%g, permute(%c, [0, 2, 1])), with %c as in `convolution`
+            %1 = matmul(view(permute(%w, [2, 1, 0]), [K * C, F]), %g)               [N, K * C, M]
+            %gx = the sum of the K parts of %1, each put where its place of the window stood
+            %gb = sum(%g, [0, 2])
+    """
+    if not is_static(gradient, x, weight):
+        places = stride, padding, dilation, transposed, output_padding, groups
+        return of_any_size(gradient, x, weight, bias_sizes, *places, output_mask)
+    are_images = is_images(x, weight)
+    if transposed or groups != 1 or not (are_images or (x.dim() == 3 and is_small(x, weight))):
+        return _UNCHANGED
+    kinds = x.dtype, weight.dtype
+    gradient, x, weight = widened(gradient), widened(x), widened(weight)
+    window = Window.of(x.dim() - 2, weight.shape[2:], stride, padding, dilation)
+    of_x = of_weight = of_bias = None
+    is_written_out = not are_images or _can_write_windows(gradient, weight, window)
+    is_dense = not are_images or _is_without_zeros(window)
+    wanted = [output_mask[0] and not is_dense, output_mask[1] and not is_written_out, False]
+    if any(wanted):  # of images, what the code generator does as well by itself
+        places = (*window[1:], False, output_padding, 1)
+        found = aten.convolution_backward.default(gradient, x, weight, bias_sizes, *places, wanted)
+        of_x = found[0].to(kinds[0]) if wanted[0] else None
+        of_weight = found[1].to(kinds[1]) if wanted[1] else None
+    if output_mask[0] and is_dense:
+        if are_images:
+            of_x = gradient_of_input(gradient, x, weight, window, 1).to(kinds[0])
+        else:
+            of_x = _gradient_of_rows(gradient, x, weight, window).to(kinds[0])
+    if output_mask[1] and is_written_out:
+        of_weight = _gradient_of_weight(gradient, x, weight, window).to(kinds[1])
+    if output_mask[2]:
+        of_bias = gradient.sum([0, *range(2, x.dim())]).to(kinds[1])
+    return of_x, of_weight, of_bias
+
+
+def _can_write_windows(gradient: torch.Tensor, weight: torch.Tensor, window: Window) -> bool:
+    """Say whether all that windows saw is to be written out, for the gradient of the weight."""
+    features, channels, *kernel = weight.shape
+    places = math.prod(kernel)
+    nbytes = gradient.numel() // features * places * channels * gradient.element_size()
+    are_apart = math.prod(window.stride) > 1
+    return places <= MOST_PLACES_OF_GRADIENT and nbytes <= _MOST_BYTES_OF_WINDOWS[are_apart]
+
+
+def _is_without_zeros(window: Window) -> bool:
+    """Say whether the gradient of images is written as what reads no zeros between two windows."""
+    kernel, stride, *_ = window
+    if math.prod(stride) == 1:
+        return True
+    places = math.prod(-(-size // step) for size, step in zip(kernel, stride, strict=True))
+    return math.prod(stride) <= _MOST_PHASES and places <= MOST_PLACES
+
+
+def _gradient_of_rows(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, window: Window
+) -> torch.Tensor:
+    """Multiply the gradient by the weight, and put each place of the window where it stood."""
+    _, channels, places = weight.shape
+    columns = torch.matmul(rows_of(weight).t(), gradient)
+    parts = [columns.narrow(1, i * channels, channels) for i in range(places)]
+    return _put_back(parts, x.shape[2], window)
+
+
+def _gradient_of_weight(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, window: Window
+) -> torch.Tensor:
+    """Multiply the gradient, `[F, M]`, by what the windows saw, `[M, K * C]`."""
+    features, channels, *_ = weight.shape
+    seen = torch.cat(windows(x.permute(to_last(x.dim())), window), -1).flatten(0, -2)
+    whole = torch.mm(gradient.transpose(0, 1).reshape(features, -1), seen)
+    return whole.view(features, -1, channels).transpose(1, 2).reshape(weight.shape)
+
+
+def _put_back(parts: Sequence[torch.Tensor], size: int, window: Window) -> torch.Tensor:
+    """Add up what `windows` takes apart: `[N, C, size]`."""
+    _, (step,), (pad,), (apart,) = window
+    whole: list[torch.Tensor] = []
+    for place, part in enumerate(parts):
+        wide = spread(part, 2, step)
+        start = apart * place - pad
+        end = start + wide.shape[2]
+        if start < size and end > 0:  # else it is in the padding
+            whole.append(aten.constant_pad_nd.default(wide, [start, size - end], 0))
+    if not whole:
+        return torch.zeros(*parts[0].shape[:2], size, dtype=parts[0].dtype)
+    return functools.reduce(torch.add, whole)
+
+
+RULES: Mapping[Any, Rule] = {
+    aten.convolution_backward.default: Rule(convolution_backward, is_dynamic=True),
+}
