@@ -30,6 +30,7 @@ from lowering.decompositions import (
     rnn,
     scans,
     scatters,
+    shifts,
     weight_norm,
 )
 from lowering.decompositions.halves import with_halves
@@ -123,6 +124,7 @@ def _default_table() -> dict[OpOverload, Callable[..., Any]]:
         **rnn.DECOMPOSITIONS,
         **scans.DECOMPOSITIONS,
         **scatters.DECOMPOSITIONS,
+        **shifts.DECOMPOSITIONS,
         **weight_norm.DECOMPOSITIONS,
     }
     pytorchs = {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS)}

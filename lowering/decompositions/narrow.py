@@ -100,11 +100,14 @@ def with_narrow(table: Table) -> Table:
         **{op: _on_bytes(_elementwise(op), _BOTH, table.get(op)) for op in ELEMENTWISE},
         **{op: _on_bytes(_of_one_dtype(op), d, table.get(op)) for op, d in OF_ONE_DTYPE.items()},
         **{op: _on_bytes(_of_truths(op), _UNSIGNED, table.get(op)) for op in TRUTHS},
+        **{op: _sum_of(op, table.get(op)) for op in (aten.sum.default, aten.sum.dim_IntList)},
         aten._int_mm.default: int_mm,
         aten.cat.default: _cat,
+        aten.constant_pad_nd.default: _padded(table.get(aten.constant_pad_nd.default)),
         aten.full_like.default: _full_like,
         aten.mm.default: mm,
         aten.scalar_tensor.default: _scalar_tensor,
+        aten.scatter_reduce.two: _scattered(table.get(aten.scatter_reduce.two)),
         aten.view.dtype: view_dtype,
         aten.where.self: _where,
     }
@@ -173,6 +176,53 @@ def _of_truths(op: Any) -> Decomposition:
     return decomposed
 
 
+def _sum_of(op: Any, otherwise: Decomposition | None) -> Decomposition:
+    """Return a decomposition of sums of bytes, or asked for in eight bits or as a truth."""
+
+    def decomposed(
+        x: torch.Tensor,
+        dims: list[int] | None = None,
+        keepdim: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        given = (x,) if op is aten.sum.default else (x, dims, keepdim)
+        if dtype is torch.bool:
+            return x.to(dtype).sum(dims, keepdim) > 0
+        if dtype in _BOTH:
+            return op(x.to(dtype).to(_WIDE), *given[1:], dtype=_WIDE).to(dtype)
+        if x.dtype is torch.uint8 and dtype is not None:
+            return op(x.to(dtype), *given[1:], dtype=dtype)
+        return otherwise(*given, dtype=dtype) if otherwise else _UNCHANGED
+
+    return decomposed
+
+
+def _scattered(otherwise: Decomposition | None) -> Decomposition:
+    """Return a decomposition of the largest and the smallest of bytes; sums are cut on the way."""
+    op = aten.scatter_reduce.two
+
+    def decomposed(x: torch.Tensor, dim: int, *args: Any, **kwargs: Any) -> Any:
+        if x.dtype is torch.uint8 and args[-1] in ("amax", "amin"):
+            operands = pytree.tree_map_only(torch.Tensor, _widened, args)
+            return op(_widened(x), dim, *operands, **kwargs).to(x.dtype)
+        return otherwise(x, dim, *args, **kwargs) if otherwise else _UNCHANGED
+
+    return decomposed
+
+
+def _padded(otherwise: Decomposition | None) -> Decomposition:
+    """Return a decomposition of bytes padded by a number that torch-mlir may take for no byte."""
+    op = aten.constant_pad_nd.default
+
+    def decomposed(x: torch.Tensor, amounts: list[int], value: Any = 0) -> Any:
+        if x.dtype is torch.uint8 and value:
+            return op(_widened(x), amounts, value).to(x.dtype)
+        return otherwise(x, amounts, value) if otherwise else _UNCHANGED
+
+    return decomposed
+
+
 def _cat(tensors: list[torch.Tensor], dim: int = 0) -> Any:
     if not _has(tensors, _BOTH):
         return _UNCHANGED
@@ -185,13 +235,13 @@ def _full_like(x: torch.Tensor, value: Any, *, dtype: torch.dtype | None = None,
         return _UNCHANGED
     if (dtype or x.dtype) is not torch.uint8:
         return torch.full_like(_widened(x), value, dtype=dtype)
-    return torch.full_like(_widened(x), int(value), dtype=_WIDE).to(torch.uint8)
+    return torch.full_like(_widened(x), _integer(value), dtype=_WIDE).to(torch.uint8)
 
 
 def _scalar_tensor(value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
     if dtype is not torch.uint8:
         return _UNCHANGED
-    return torch.full((), int(value), dtype=_WIDE).to(dtype)
+    return torch.full((), _integer(value), dtype=_WIDE).to(dtype)
 
 
 def _where(condition: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> Any:
@@ -217,6 +267,10 @@ def _promoted(operands: Any) -> tuple[list[Any], torch.dtype]:
         return operand if operand is None or dtype not in _BOTH else _lowest_bits(operand, dtype)
 
     return [promoted(operand) for operand in operands], dtype
+
+
+def _integer(value: Any) -> Any:
+    return value if isinstance(value, torch.SymInt) else int(value)
 
 
 def _lowest_bits(number: Any, dtype: torch.dtype) -> Any:

@@ -157,3 +157,68 @@ def test_signed_bytes(counts: Counter[str]) -> None:
 def test_a_bound_that_is_no_byte_is_eagers_error() -> None:
     with pytest.raises(RuntimeError, match="without overflow"):
         torch.compile(lambda x: x.clamp(5, 300), backend="npu_iree")(BYTES)
+
+
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, torch.bool], ids=str)
+def test_sums_are_of_the_dtype_that_is_asked_for(dtype: torch.dtype, counts: Counter[str]) -> None:
+    def function(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        rows = [x.sum(1, dtype=dtype) for x in tensors]
+        return [*rows, *(x.sum(dtype=dtype) for x in tensors)]
+
+    tensors = [(PAIRS * 3).to(of) for of in (torch.uint8, torch.int8, torch.int64, torch.float32)]
+    found = torch.compile(function, backend="npu_iree")(*tensors)
+    assert_same(found, function(*tensors))
+    assert counts["host_ops"] == 0
+
+
+@pytest.mark.parametrize("reduce", ["amax", "amin", "sum", "prod", "mean"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8], ids=str)
+def test_scattered(reduce: str, dtype: torch.dtype, counts: Counter[str]) -> None:
+    def function(x: torch.Tensor, index: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.scatter_reduce(0, index, y, reduce)
+
+    index = torch.arange(PAIRS.shape[1]) % 7
+    args = BYTES.to(dtype), index, PAIRS[1].to(dtype)
+    assert_same(torch.compile(function, backend="npu_iree")(*args), function(*args))
+    assert counts["host_ops"] == 0
+
+
+def test_padded_by_a_byte(counts: Counter[str]) -> None:
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return F.pad(x, (1, 2), value=200), F.pad(x, (0, 1))
+
+    assert_same(torch.compile(function, backend="npu_iree")(BYTES), function(BYTES))
+    assert counts["host_ops"] == 0
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+@pytest.mark.parametrize("is_dynamic", [False, True], ids=["known", "any"])
+def test_shifts_by_any_number(dtype: torch.dtype, is_dynamic: bool, counts: Counter[str]) -> None:
+    """By less than none of the bits, or all of them, an integer is shifted until it is its sign."""
+    bits = torch.iinfo(dtype).bits
+
+    def function(x: torch.Tensor, by: torch.Tensor) -> list[torch.Tensor]:
+        numbers = (0, 1, bits - 1, bits, bits + 5, -1)
+        shifted = [x << n for n in numbers] + [x >> n for n in numbers]
+        return [*shifted, x << by, x >> by, 7 << by, -3 >> by, torch.bitwise_left_shift(x, by)]
+
+    x = torch.tensor([-3, 0, 1, 100, -128, 127, 2 ** (bits - 2), -(2 ** (bits - 2))])
+    by = torch.tensor([0, 1, bits - 1, bits, bits + 1, -1, 2, bits - 2])
+    args = x.to(dtype), by.to(dtype)
+    found = torch.compile(function, backend="npu_iree", dynamic=is_dynamic)(*args)
+    assert_same(found, function(*args))
+    assert counts["host_ops"] == 0
+
+
+def test_shifts_by_a_number_that_is_not_known(counts: Counter[str]) -> None:
+    def function(x: torch.Tensor, by: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return x << by, x >> by
+
+    compiled = torch.compile(function, backend="npu_iree", dynamic=True)
+    for by in (3, 8, 70):
+        for x in (PAIRS, PAIRS.to(torch.int32) - 100):
+            assert_same(compiled(x, by), function(x, by))
+    assert (counts["graphs"], counts["host_ops"]) == (2, 0)
