@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lowering.decompositions.convolution import spread_all, unread
 from lowering.sizes import are_known, is_static, of_each
@@ -138,9 +139,6 @@ def avg_pool_backward(
             avg_pool2d(%1, [3, 3], [1, 1], divisor_override=1)
     """
     if not x.dtype.is_floating_point or 0 in x.shape[-rank:]:
-        return _UNCHANGED
-    is_even = not ceil_mode and (count_include_pad or not any(padding))
-    if not (is_even or divisor_override or are_known(x.shape[-rank:])):
         return _UNCHANGED
     pool = _Windows.of(x.shape[-rank:], kernel_size, stride, padding, ceil_mode)
     part = gradient / pool.divisors(x.device, count_include_pad, divisor_override)
@@ -285,7 +283,7 @@ class _Windows:
                 product = product * k
                 continue
             first, last = -pad, (count - 1) * step - pad + k
-            if first >= -beyond and last <= size + beyond:
+            if first >= -beyond and statically_known_true(last <= size + beyond):
                 product = product * k
                 continue
             start = torch.arange(count, device=device) * step - pad

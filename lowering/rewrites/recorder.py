@@ -83,6 +83,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._meta: Mapping[str, Any] = {}
         self._nodes: dict[int, tuple[torch.Tensor, fx.Node]] = {}
         self._sizes: dict[Any, fx.Node | tuple[fx.Node, int]] = {}  # by their expressions
+        # What a size is computed of -> the size, and what it is more than so many times that.
+        self._parts: dict[Any, tuple[Any, int, int]] = {}
         self._seen = 0  # nodes of the graph whose sizes are in there
 
     def record(self, function: Callable[..., Any], args: Any, meta: Mapping[str, Any]) -> Any:
@@ -169,13 +171,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for node in new:
             value = node.meta.get("val")
             if isinstance(value, torch.SymInt):
-                self._sizes.setdefault(value.node.expr, node)
+                self._learn(value.node.expr, node)
             elif isinstance(value, torch.Tensor):
                 for dim, size in enumerate(value.shape):
                     if isinstance(size, torch.SymInt):
-                        self._sizes.setdefault(size.node.expr, (node, dim))
+                        self._learn(size.node.expr, (node, dim))
         env: ShapeEnv = symbolic.node.shape_env
         return env
+
+    def _learn(self, expression: Any, where: fx.Node | tuple[fx.Node, int]) -> None:
+        self._sizes.setdefault(expression, where)
+        more, rest = expression.as_coeff_Add()
+        times, part = rest.as_coeff_Mul()
+        if part is not expression and more.is_Integer and times.is_Integer:
+            self._parts.setdefault(part, (expression, int(more), int(times)))
 
     def _size(self, size: torch.SymInt) -> int | fx.Node:
         return self._written(size.node.expr, size)
@@ -189,6 +198,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return known
         if known is not None:
             return self._number(expression, like, aten.sym_size.int, *known)
+        if expression in self._parts:
+            return self._part(expression, like)
         kind, parts = expression.func, expression.args
         if expression.is_Pow and expression.exp.is_Integer and expression.exp > 0:
             kind, parts = sympy.Mul, [expression.base] * int(expression.exp)
@@ -200,6 +211,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             so_far = kind(so_far, part)
             whole = self._number(so_far, like, _ARITHMETIC[kind], whole, next_one)
         return whole
+
+    def _part(self, expression: Any, like: torch.SymInt) -> int | fx.Node:
+        """Write what a size is computed of: half of what it is more than 1, say."""
+        known, more, times = self._parts[expression]
+        whole = self._written(known, like)
+        if more:
+            whole = self._number(known - more, like, operator.sub, whole, more)
+        return (
+            whole if times == 1 else self._number(expression, like, operator.floordiv, whole, times)
+        )
 
     def _number(self, expression: Any, like: torch.SymInt, target: Any, *args: Any) -> fx.Node:
         node = self.graph.call_function(target, args)

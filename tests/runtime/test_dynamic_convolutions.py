@@ -85,6 +85,12 @@ CONVOLUTIONS = {
     "of each channel, strided": lambda: nn.Conv2d(4, 4, 3, stride=2, padding=1, groups=4),
     "transposed": lambda: nn.ConvTranspose2d(4, 8, 3, stride=2, padding=1, output_padding=1),
     "volumes": lambda: nn.Conv3d(4, 4, 2, stride=(1, 2, 1)),
+    "halved thrice": lambda: nn.Sequential(
+        nn.Conv2d(4, 8, 3, stride=2, padding=1),
+        nn.Conv2d(8, 8, 3, stride=2, padding=1),
+        nn.AvgPool2d(2, 2, ceil_mode=True, count_include_pad=False),
+        nn.Conv2d(8, 4, 3, padding=1),
+    ),
 }
 
 
@@ -93,8 +99,9 @@ def test_training_on_any_size(name: str, counts: Counter[str]) -> None:
     model = CONVOLUTIONS[name]()
     compiled = torch.compile(model, backend="npu_iree", dynamic=True)
     for count, *sizes in ((2, 20, 11, 9), (3, 17, 24, 8)):
-        x = torch.randn(count, 4, *sizes[: model.weight.dim() - 2], requires_grad=True)
-        tensors = x, *model.parameters()
+        tensors = [*model.parameters()]
+        x = torch.randn(count, 4, *sizes[: tensors[0].dim() - 2], requires_grad=True)
+        tensors.append(x)
         expected = model(x)
         gradient = torch.randn_like(expected)
         found = torch.autograd.grad(compiled(x), tensors, gradient)
