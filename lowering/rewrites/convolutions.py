@@ -177,7 +177,7 @@ def _in_strips(x: torch.Tensor, weight: torch.Tensor, window: Window) -> torch.T
 def multiplied(seen: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply what windows saw, `[N, ..., K * C]`, by a weight, `[F, C, ...]`, in floats."""
     *places, width = seen.shape
-    rows = aten.view.default(seen, [math.prod(places), width])
+    rows = aten.view.default(seen.contiguous(), [math.prod(places), width])
     y = torch.mm(widened(rows), widened(rows_of(weight.flatten(2)).t()))
     whole: torch.Tensor = aten.view.default(y, [*places, weight.shape[0]])
     return whole

@@ -118,6 +118,11 @@ def _gradient_of_weight(
 ) -> torch.Tensor:
     """Multiply the gradient by what each place of the window saw.
 
+    The gradient gets rows and columns of zeros at its end, until it has as many as the padded
+    image. What a place saw is then one piece of all rows of the image, from some row on: nothing is
+    copied, and one program is for all places, since none of them starts at a row that is known.
+    Rows beyond the image, and those of other places, are multiplied by zeros.
+
     Args:
         gradient: `[N, F, ...]`.
         x: what was convolved, `[N, C, ...]`.
@@ -128,34 +133,68 @@ def _gradient_of_weight(
     Returns:
         `[F, C / groups, *kernel]`.
     """
-    _, stride, padding, dilation = window
+    _, stride, padding, _ = window
+    reach = [apart * (size - 1) for size, apart in zip(window.kernel, window.dilation, strict=True)]
+    more = [far // step for far, step in zip(reach, stride, strict=True)]
+    places = [size + m for size, m in zip(gradient.shape[2:], more, strict=True)]
+    amounts: list[int] = []
+    for far, step, pad, m in zip(reach, stride, padding, more, strict=True):
+        # At most so many are missing at the end: the gradient has (size + 2 * pad - far - 1) //
+        # step + 1 of them.
+        amounts = [pad, max(pad - far - 1 + step + step * m, 0), *amounts]
     last = to_last(x.dim())
-    amounts = [0, 0, *(amount for pad in reversed(padding) for amount in (pad, pad))]
-    padded = aten.constant_pad_nd.default(x.permute(last), amounts, 0)
-    seen_by = gradient.permute(last)
+    # Behind an image of zeros, no row is known.
+    padded = aten.constant_pad_nd.default(x.permute(last), [0, 0, *amounts, 1, 0], 0)
+    for i, (count, step) in enumerate(zip(places, stride, strict=True)):
+        padded = part_of(padded, 1 + i, 0, count * step)
+    if math.prod(stride) > 1:
+        padded = _apart(padded, places, stride)
+    of_image, channels = math.prod(places), x.shape[1]
+    of_phase = (x.shape[0] + 1) * of_image
+    rows = aten.view.default(padded.contiguous(), [math.prod(stride) * of_phase, channels])
+    ends = [amount for m in reversed(more) for amount in (0, m)]
+    by = aten.constant_pad_nd.default(gradient.permute(last), [0, 0, *ends], 0)
+    by = aten.view.default(by.contiguous(), [x.shape[0] * of_image, gradient.shape[1]])
+    count = x.shape[0] * of_image - _row_of(more, places)  # all others are zeros
+    by = part_of(by, 0, 0, count)
     parts = []
     for place in itertools.product(*map(range, window.kernel)):
-        piece = padded
-        for i, step in enumerate(stride):
-            piece = part_of(piece, 1 + i, dilation[i] * place[i], gradient.shape[2 + i], step)
-        parts.append(_products_of_channels(seen_by, piece, groups))
-    whole = torch.cat([part.unsqueeze(-1) for part in parts], -1)
+        offsets = [i * apart for i, apart in zip(place, window.dilation, strict=True)]
+        starts = [n % step for n, step in zip(offsets, stride, strict=True)]
+        ahead = [n // step for n, step in zip(offsets, stride, strict=True)]
+        first = of_phase * _row_of(starts, stride) + of_image + _row_of(ahead, places)
+        parts.append(_products_of_channels(by, part_of(rows, 0, first, count), groups))
+    whole = torch.cat([part.unsqueeze(0) for part in parts]).permute(1, 2, 0).contiguous()
     result: torch.Tensor = aten.view.default(whole, [*weight.shape])
     return result
 
 
+def _row_of(place: Sequence[int], sizes: Sequence[int]) -> int:
+    """Number a place of an image, row by row."""
+    row = 0
+    for i, size in zip(place, sizes, strict=True):
+        row = row * size + i
+    return row
+
+
+def _apart(x: torch.Tensor, places: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """Put every `stride`-th row and column of [N, ..., C] together: [*stride, N, *places, C]."""
+    rank, (count, *_, channels) = len(stride), x.shape
+    pairs = [size for pair in zip(places, stride, strict=True) for size in pair]
+    apart: torch.Tensor = aten.view.default(x.contiguous(), [count, *pairs, channels])
+    steps, between = range(2, 2 + 2 * rank, 2), range(1, 1 + 2 * rank, 2)
+    return apart.permute(*steps, 0, *between, 1 + 2 * rank).contiguous()
+
+
 def _products_of_channels(x: torch.Tensor, y: torch.Tensor, groups: int) -> torch.Tensor:
-    """Sum the products of channels over all places: of [..., F] and [..., C], [F, C / groups]."""
-    *places, features = x.shape
-    channels = y.shape[-1]
+    """Sum the products of channels over all rows: of [M, F] and [M, C], [F, C / groups]."""
+    (rows, features), (_, channels) = x.shape, y.shape
     if groups == features == channels:
-        return (x * y).sum([*range(len(places))]).unsqueeze(-1)
-    rows = math.prod(places)
+        return (x * y).sum([0]).unsqueeze(-1)
     if groups == 1:
-        of_x = aten.view.default(x.contiguous(), [rows, features])
-        return torch.mm(of_x.t(), aten.view.default(y.contiguous(), [rows, channels]))
-    of_x = aten.view.default(x.contiguous(), [rows, groups, features // groups])
-    of_y = aten.view.default(y.contiguous(), [rows, groups, channels // groups])
+        return torch.mm(x.t(), y)
+    of_x = aten.view.default(x, [rows, groups, features // groups])
+    of_y = aten.view.default(y, [rows, groups, channels // groups])
     whole = torch.bmm(of_x.permute(1, 2, 0), of_y.permute(1, 0, 2))
     found: torch.Tensor = aten.view.default(whole, [features, channels // groups])
     return found
