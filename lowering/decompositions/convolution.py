@@ -90,8 +90,9 @@ def convolution_backward(
     rank = x.dim() - 2
     stride, padding, dilation = (of_each(v, rank) for v in (stride, padding, dilation))
     is_plain = not transposed and groups == 1 and rank < 3
-    if is_plain and output_mask[0] and _is_padded_by_more(weight, stride, padding, dilation):
-        of_padded = _gradient_cut_out(gradient, x, weight, padding, dilation)
+    is_wide = not transposed and _is_padded_by_more(weight, stride, padding, dilation)
+    if output_mask[0] and is_wide:
+        of_padded = _gradient_cut_out(gradient, x, weight, padding, dilation, groups)
         given = gradient, x, weight, bias_sizes, stride, padding, dilation
         others = transposed, output_padding, groups, [False, *output_mask[1:]]
         return of_padded, *aten.convolution_backward.default(*given, *others)[1:]
@@ -131,11 +132,12 @@ def _gradient_cut_out(
     weight: torch.Tensor,
     padding: Sequence[int],
     dilation: Sequence[int],
+    groups: int,
 ) -> torch.Tensor:
     """Compute the gradient of the padded input, and cut out that of the input, `[N, C, ...]`."""
     rank = x.dim() - 2
     ones, zeros = [1] * rank, [0] * rank
-    whole = _transposed(gradient, weight, ones, zeros, dilation, zeros, 1)
+    whole = _transposed(gradient, weight, ones, zeros, dilation, zeros, groups)
     for i, pad in enumerate(padding):
         whole = whole.narrow(2 + i, pad, x.shape[2 + i])
     return whole

@@ -85,6 +85,21 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> Any:
     return x.to(torch.int64).to(torch.uint8)
 
 
+def compare(by_tensor: Any, x: torch.Tensor, number: Any) -> Any:
+    """Decompose a comparison with a number: eager rounds it to the dtype that it compares in.
+
+    torch-mlir compares in double precision, where no float32 is 0.1.
+
+    Before: %1 = aten.gt.Scalar(%0, 0.1)                                      with %0 of f32
+    After:  %1 = aten.gt.Tensor(%0, scalar_tensor(0.1, dtype=f32))
+    """
+    dtype = torch.result_type(x, number)
+    is_rounded = dtype.is_floating_point and dtype is not torch.float64
+    if not is_rounded or not isinstance(number, (bool, int, float)):
+        return _UNCHANGED
+    return by_tensor(x.to(dtype), torch.full((), number, dtype=dtype, device=x.device))
+
+
 def with_number(op: Any, x: torch.Tensor, bits: int) -> Any:
     """Decompose a bitwise op with a number, which torch-mlir has with a tensor only."""
     return op(x, torch.full((), bits, dtype=torch.result_type(x, bits)))
@@ -149,9 +164,15 @@ def roll(x: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> to
     return result
 
 
-def eq(x: torch.Tensor, y: torch.Tensor) -> Any:
-    """Decompose `x == x`, which torch-mlir folds to true: it is how one asks for NaN."""
-    return torch.logical_not(x != y) if x is y else _UNCHANGED
+def compare_tensors(op: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+    """Decompose a comparison of two dtypes into one of the dtype that eager compares in.
+
+    And `x == x`, which torch-mlir folds to true: it is how one asks for NaN.
+    """
+    if x is y and op is torch.eq:
+        return torch.logical_not(x != y)
+    dtype = torch.result_type(x, y)
+    return _UNCHANGED if x.dtype is y.dtype else op(x.to(dtype), y.to(dtype))
 
 
 def argmax(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
@@ -231,7 +252,17 @@ def logspace(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any
     return torch._refs.logspace(*args, dtype=dtype, **kwargs)
 
 
+_COMPARISONS = ("eq", "ge", "gt", "le", "lt", "ne")
+
 DECOMPOSITIONS = {
+    **{
+        getattr(aten, name).Scalar: functools.partial(compare, getattr(torch, name))
+        for name in _COMPARISONS
+    },
+    **{
+        getattr(aten, name).Tensor: functools.partial(compare_tensors, getattr(torch, name))
+        for name in _COMPARISONS
+    },
     aten.abs.default: absolute,
     aten.argmax.default: argmax,
     aten.argmin.default: argmin,
@@ -239,7 +270,6 @@ DECOMPOSITIONS = {
     aten.bitwise_xor.Scalar: functools.partial(with_number, torch.bitwise_xor),
     aten.clamp.Tensor: clamp_tensor,
     aten.clamp.default: clamp,
-    aten.eq.Tensor: eq,
     aten.gelu.default: gelu,
     aten.hardtanh.default: hardtanh,
     aten.logspace.Scalar_Tensor: logspace,

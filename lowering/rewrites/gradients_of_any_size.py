@@ -100,7 +100,7 @@ def gradient_of_input(
     amounts: list[int] = []
     for size, _, pad, apart in zip(*window, strict=True):
         amounts = [apart * (size - 1) - pad] * 2 + amounts
-    seen = aten.constant_pad_nd.default(gradient, amounts, 0)
+    seen = _padded(gradient, amounts)
     plain = Window(window.kernel, [1] * rank, [0] * rank, window.dilation)
     return _convolved(seen, flipped(weight, groups), plain, groups)
 
@@ -143,17 +143,17 @@ def _gradient_of_weight(
         # step + 1 of them.
         amounts = [pad, max(pad - far - 1 + step + step * m, 0), *amounts]
     last = to_last(x.dim())
-    # Behind an image of zeros, no row is known.
-    padded = aten.constant_pad_nd.default(x.permute(last), [0, 0, *amounts, 1, 0], 0)
+    before = int(math.prod(window.kernel) > 1)  # images of zeros: behind one, no row is known
+    padded = _padded(x.permute(last), [0, 0, *amounts, before, 0])
     for i, (count, step) in enumerate(zip(places, stride, strict=True)):
         padded = part_of(padded, 1 + i, 0, count * step)
     if math.prod(stride) > 1:
         padded = _apart(padded, places, stride)
     of_image, channels = math.prod(places), x.shape[1]
-    of_phase = (x.shape[0] + 1) * of_image
+    of_phase = (x.shape[0] + before) * of_image
     rows = aten.view.default(padded.contiguous(), [math.prod(stride) * of_phase, channels])
     ends = [amount for m in reversed(more) for amount in (0, m)]
-    by = aten.constant_pad_nd.default(gradient.permute(last), [0, 0, *ends], 0)
+    by = _padded(gradient.permute(last), [0, 0, *ends])
     by = aten.view.default(by.contiguous(), [x.shape[0] * of_image, gradient.shape[1]])
     count = x.shape[0] * of_image - _row_of(more, places)  # all others are zeros
     by = part_of(by, 0, 0, count)
@@ -162,11 +162,16 @@ def _gradient_of_weight(
         offsets = [i * apart for i, apart in zip(place, window.dilation, strict=True)]
         starts = [n % step for n, step in zip(offsets, stride, strict=True)]
         ahead = [n // step for n, step in zip(offsets, stride, strict=True)]
-        first = of_phase * _row_of(starts, stride) + of_image + _row_of(ahead, places)
+        first = of_phase * _row_of(starts, stride) + before * of_image + _row_of(ahead, places)
         parts.append(_products_of_channels(by, part_of(rows, 0, first, count), groups))
     whole = torch.cat([part.unsqueeze(0) for part in parts]).permute(1, 2, 0).contiguous()
     result: torch.Tensor = aten.view.default(whole, [*weight.shape])
     return result
+
+
+def _padded(x: torch.Tensor, amounts: Sequence[int]) -> torch.Tensor:
+    padded: torch.Tensor = aten.constant_pad_nd.default(x, amounts, 0) if any(amounts) else x
+    return padded
 
 
 def _row_of(place: Sequence[int], sizes: Sequence[int]) -> int:
@@ -224,7 +229,7 @@ def _by_phases(
         right = max(last - 1 + (2 * step - 1 - 2 * pad + apart * (kernel - 1)) // step, 0)
         amounts = [0, 0, left, right, *amounts[2:]]
         seeing.append([[(place, offset + left) for place, offset in found] for found in of_dim])
-    padded = aten.constant_pad_nd.default(gradient.permute(to_last(x.dim())), amounts, 0)
+    padded = _padded(gradient.permute(to_last(x.dim())), amounts)
     phases = []
     for found in itertools.product(*seeing):
         pieces, places = [], []

@@ -79,3 +79,24 @@ def test_of_a_tensor_as_long_as_an_input_of_any_length() -> None:
         return [y + 1, *compare(x, FLOATS), *compare(torch.zeros_like(y), FLOATS)]
 
     assert_same(compiled(filled, dynamic=True), filled(INPUT))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_numbers_that_no_float_is(dtype: torch.dtype) -> None:
+    """Eager rounds 0.1 to the dtype that it compares in: the float32 next to it is equal to it."""
+    numbers = (0.1, 0.2, 1 / 3, 16777217)
+
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        doubles = [torch.tensor(number, dtype=torch.float64) for number in numbers]
+        return [op(x, n) for op in COMPARISONS for n in (*numbers, *doubles)]
+
+    x = torch.tensor(numbers, dtype=torch.float64).to(dtype)
+    assert_same(torch.compile(function, backend="npu_iree")(x), function(x))
+
+
+def test_integers_and_numbers_with_a_fraction() -> None:
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        return [op(x, number) for op in COMPARISONS for number in (16777216.5, 2.5, 3)]
+
+    x = torch.tensor([2, 3, 16777216, 16777217, 16777218])
+    assert_same(torch.compile(function, backend="npu_iree")(x), function(x))
