@@ -16,6 +16,7 @@ _Result = TypeVar("_Result")
 
 # Compilers leak a few MB a task: a worker is replaced after so many.
 TASKS_A_WORKER = 200
+_SECONDS_TO_START = 120  # most that a worker may take: it imports PyTorch, beside others
 # What a task calls to say what it is about to do, so that its death can be told by that.
 Progress = Callable[[str], None]
 
@@ -46,7 +47,8 @@ class _Worker(Generic[_Task, _Result]):
         self.deadline = 0.0
 
     def give(self, task: _Task, limit_s: float) -> None:
-        self.task, self.during, self.deadline = task, "", time.monotonic() + limit_s
+        self.task, self.during = task, ""
+        self.deadline = time.monotonic() + _SECONDS_TO_START + limit_s
         self.given += 1
         self.pipe.send(task)
 
@@ -57,7 +59,10 @@ class _Worker(Generic[_Task, _Result]):
                 kind, value = self.pipe.recv()
                 if kind == "result":
                     return value  # type: ignore[no-any-return]
-                self.during = value
+                if kind == "started":
+                    self.deadline = time.monotonic() + limit_s
+                else:
+                    self.during = value
         except (EOFError, ConnectionError):
             self.process.join()
             return Died(self.during, _exit_name(self.process.exitcode))
@@ -88,7 +93,7 @@ def run_all(
         function: a module-level function of a task.
         tasks: what to do; taken one by one.
         workers: how many processes.
-        limit_s: seconds that one task may take before its process is killed.
+        limit_s: seconds that one task may take, from when a worker has it, before that is killed.
     """
     queue = iter(tasks)
     pool = [_Worker(function) for _ in range(workers)]
@@ -124,6 +129,7 @@ def _serve(pipe: Connection, function: Callable[[_Task, Progress], _Result]) -> 
         except EOFError:
             return
         try:
+            pipe.send(("started", None))
             answer = function(task, lambda text: pipe.send(("progress", text)))
         except Exception as error:  # a task may fail in any way; the next one must not notice
             pipe.send(("result", Died("", f"{type(error).__name__}: {error}")))

@@ -115,11 +115,11 @@ def _fail(kind: str, progress: Progress) -> str:
 
 def test_a_crash_and_a_hang_end_one_case_only() -> None:
     tasks = ["fine", "abort", "hang", "fine too"]
-    answers = dict(run_all(_fail, tasks, workers=2, limit_s=10))
+    answers = dict(run_all(_fail, tasks, workers=2, limit_s=5))
     assert answers["fine"] == "fine"
     assert answers["fine too"] == "fine too"
     assert answers["abort"] == Died("abort", "SIGABRT")
-    assert answers["hang"] == Died("hang", "no answer in 10 s")
+    assert answers["hang"] == Died("hang", "no answer in 5 s")
 
 
 def test_runs_are_compared_case_by_case(tmp_path: Path) -> None:
