@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lowering.stages.barrier import read_behind_barrier
-from lowering.stages.structured import RESHAPES, makes_factor
+from lowering.stages.structured import RESHAPES, VIEWS, makes_factor
+from lowering.stages.symbols import maker_of
 
 
 def separate_slices(function: Any) -> None:
@@ -17,8 +18,9 @@ def separate_slices(function: Any) -> None:
     dimensions of rows cut at a computed place ("write affecting operations on global resources are
     restricted to workgroup distributed contexts"): `x[:, 1:] - x[:, :-1]` of any length.
 
-    A slice of dynamic sizes that is a factor of a product is a copy, too: IREE packs it where it
-    multiplies, on a stack that has no end ("stack allocation size overflows 64 bits").
+    A slice that is a factor of a product is a copy, too, if it is of dynamic sizes or none of its
+    numbers are next to each other: IREE packs it where it multiplies, on a stack that has no end
+    ("stack allocation size overflows 64 bits"), or is too small. Parameters it packs at load.
 
     Before: %0 = tensor.extract_slice %x[0, 0] [8, 8] [1, 2]
             %1 = linalg.generic {%e = tensor.extract %0[%i, %j]}
@@ -28,8 +30,10 @@ def separate_slices(function: Any) -> None:
         if op.operation.name != "tensor.extract_slice":
             continue
         is_misread = _has_gaps(op) and _is_indexed(op.result)
-        is_apart = not op.result.type.has_static_shape or _has_gaps(op)
-        is_factor = is_apart and makes_factor(op.result)
+        is_packed_there = not op.result.type.has_static_shape or (
+            _is_scattered(op) and not _is_of_parameter(op)
+        )
+        is_factor = is_packed_there and makes_factor(op.result)
         if is_misread or is_factor or _is_cut_anywhere(op):
             read_behind_barrier(op.result)
 
@@ -37,11 +41,22 @@ def separate_slices(function: Any) -> None:
 def _has_gaps(piece: Any) -> bool:
     """Say whether numbers that follow each other in the slice do not in what it is cut from."""
     source, shape = piece.operands[0].type.shape, piece.result.type.shape
+    return len(shape) != len(source) or _is_scattered(piece)
+
+
+def _is_scattered(piece: Any) -> bool:
+    """Say whether no two numbers of the slice are next to each other in what it is cut from."""
+    source, sizes = piece.operands[0].type.shape, list(piece.attributes["static_sizes"])
+    inner = max((d for d, size in enumerate(sizes) if size != 1), default=len(sizes))
     strides = list(piece.attributes["static_strides"])
-    if len(shape) != len(source):
-        return True
-    inner = max((d for d, size in enumerate(shape) if size != 1), default=len(shape))
     return strides[inner : inner + 1] not in ([], [1]) or any(n != 1 for n in source[inner + 1 :])
+
+
+def _is_of_parameter(piece: Any) -> bool:
+    source = piece.operands[0]
+    while maker_of(source) in VIEWS:
+        source = source.owner.operands[0]
+    return maker_of(source) == "util.global.load"
 
 
 def _is_cut_anywhere(piece: Any) -> bool:

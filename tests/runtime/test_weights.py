@@ -377,3 +377,27 @@ def test_a_slice_of_a_weight_is_read_where_the_weight_is(counts: Counter[str]) -
         model.positions.mul_(2)
         assert_same(compiled(x), model(x))
     assert (counts["compiles"], counts["refused_flags"], counts["host_ops"]) == (1, 0, 0)
+
+
+class Stacked(torch.nn.Module):
+    """Multiplies by parts of weights: whole matrices, or numbers from all over a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices = torch.nn.Parameter(torch.randn(2, 256, 256))
+        self.windows = torch.nn.Parameter(torch.randn(256, 256, 3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.matrices[1] @ self.windows[:, :, 1, 1]
+
+
+@torch.no_grad()
+def test_parts_of_weights_are_packed_once(dump: Path, counts: Counter[str]) -> None:
+    model, x = Stacked(), torch.randn(64, 256)
+    found = torch.compile(model, backend="npu_iree")(x)
+    torch.testing.assert_close(found, model(x), rtol=1e-4, atol=1e-2)
+    (file,) = dump.rglob("03-*.mlir")
+    main = file.read_text().partition("util.func public @main")[2]
+    assert "@main_dispatch" in main
+    assert "pack" not in main
+    assert (counts["host_ops"], counts["refused_flags"]) == (0, 0)
