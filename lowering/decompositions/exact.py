@@ -97,7 +97,8 @@ def compare(by_tensor: Any, x: torch.Tensor, number: Any) -> Any:
     is_rounded = dtype.is_floating_point and dtype is not torch.float64
     if not is_rounded or not isinstance(number, (bool, int, float)):
         return _UNCHANGED
-    return by_tensor(x.to(dtype), torch.full((), number, dtype=dtype, device=x.device))
+    x = x.to(dtype)
+    return by_tensor(x, _like(x, number))
 
 
 def with_number(op: Any, x: torch.Tensor, bits: int) -> Any:
@@ -111,9 +112,8 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 
 
 def total(x: torch.Tensor, *, dtype: torch.dtype | None = None) -> Any:
-    """Decompose `aten.sum` into that over all dimensions; unsigned integers are made wider."""
-    wide = x.to(dtype or torch.int64) if x.dtype is torch.uint8 else x
-    return aten.sum.dim_IntList(wide, [], dtype=dtype)
+    """Decompose `aten.sum` into that over all dimensions."""
+    return aten.sum.dim_IntList(x, [], dtype=dtype)
 
 
 def total_dim(
@@ -123,10 +123,16 @@ def total_dim(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Decompose `aten.sum` of unsigned integers along dimensions into that of wider ones."""
+    """Decompose `aten.sum` of unsigned integers, or asked for in eight bits or as a truth."""
+    dims = dim or list(range(x.dim()))
+    if dtype is torch.bool:
+        return torch.sum(x.to(dtype), dims, keepdim) > 0
+    if dtype in (torch.uint8, torch.int8):
+        wide = x.to(dtype).to(torch.int32)
+        return torch.sum(wide, dims, keepdim, dtype=torch.int32).to(dtype)
     if x.dtype is not torch.uint8:
         return _UNCHANGED
-    return torch.sum(x.to(dtype or torch.int64), dim or list(range(x.dim())), keepdim)
+    return torch.sum(x.to(dtype or torch.int64), dims, keepdim, dtype=dtype)
 
 
 def gelu(x: torch.Tensor, *, approximate: str = "none") -> Any:

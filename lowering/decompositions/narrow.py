@@ -100,7 +100,6 @@ def with_narrow(table: Table) -> Table:
         **{op: _on_bytes(_elementwise(op), _BOTH, table.get(op)) for op in ELEMENTWISE},
         **{op: _on_bytes(_of_one_dtype(op), d, table.get(op)) for op, d in OF_ONE_DTYPE.items()},
         **{op: _on_bytes(_of_truths(op), _UNSIGNED, table.get(op)) for op in TRUTHS},
-        **{op: _sum_of(op, table.get(op)) for op in (aten.sum.default, aten.sum.dim_IntList)},
         aten._int_mm.default: int_mm,
         aten.cat.default: _cat,
         aten.constant_pad_nd.default: _padded(table.get(aten.constant_pad_nd.default)),
@@ -176,28 +175,6 @@ def _of_truths(op: Any) -> Decomposition:
     return decomposed
 
 
-def _sum_of(op: Any, otherwise: Decomposition | None) -> Decomposition:
-    """Return a decomposition of sums of bytes, or asked for in eight bits or as a truth."""
-
-    def decomposed(
-        x: torch.Tensor,
-        dims: list[int] | None = None,
-        keepdim: bool = False,
-        *,
-        dtype: torch.dtype | None = None,
-    ) -> Any:
-        given = (x,) if op is aten.sum.default else (x, dims, keepdim)
-        if dtype is torch.bool:
-            return x.to(dtype).sum(dims, keepdim) > 0
-        if dtype in _BOTH:
-            return op(x.to(dtype).to(_WIDE), *given[1:], dtype=_WIDE).to(dtype)
-        if x.dtype is torch.uint8 and dtype is not None:
-            return op(x.to(dtype), *given[1:], dtype=dtype)
-        return otherwise(*given, dtype=dtype) if otherwise else _UNCHANGED
-
-    return decomposed
-
-
 def _scattered(otherwise: Decomposition | None) -> Decomposition:
     """Return a decomposition of the largest and the smallest of bytes; sums are cut on the way."""
     op = aten.scatter_reduce.two
@@ -264,7 +241,7 @@ def _promoted(operands: Any) -> tuple[list[Any], torch.dtype]:
     def promoted(operand: Any) -> Any:
         if isinstance(operand, torch.Tensor):
             return _widened(operand.to(dtype))
-        return operand if operand is None or dtype not in _BOTH else _lowest_bits(operand, dtype)
+        return operand if operand is None or dtype not in _BOTH else lowest_bits(operand, dtype)
 
     return [promoted(operand) for operand in operands], dtype
 
@@ -273,9 +250,10 @@ def _integer(value: Any) -> Any:
     return value if isinstance(value, torch.SymInt) else int(value)
 
 
-def _lowest_bits(number: Any, dtype: torch.dtype) -> Any:
-    least = torch.iinfo(dtype).min
-    return (number - least) % 2**_BITS + least
+def lowest_bits(number: Any, dtype: torch.dtype) -> Any:
+    """Return what is left of a number in an integer's bits."""
+    info = torch.iinfo(dtype)
+    return (number - info.min) % 2**info.bits + info.min
 
 
 def _cut(results: Any, dtype: torch.dtype) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
+from lowering.decompositions.narrow import lowest_bits
 from lowering.decompositions.recursion import Ours
 
 aten = torch.ops.aten
@@ -38,7 +39,7 @@ def _shifted(is_left: bool) -> Callable[[Any, Any], Any]:
         most = bits if dtype in _WIDE else bits - 1  # to the right, the sign is left
         x = _as_tensor(x, amount, dtype).to(wide)
         if type(amount) is int:
-            amount = _wrapped(amount, dtype)
+            amount = lowest_bits(amount, dtype)
             is_inside = 0 <= amount < bits
             if is_left and not is_inside:
                 return torch.zeros_like(x, dtype=dtype)
@@ -57,14 +58,8 @@ def _as_tensor(value: Any, like: Any, dtype: torch.dtype) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value.to(dtype)
     if type(value) is int:
-        return torch.full((), _wrapped(value, dtype), dtype=dtype, device=like.device)
+        return torch.full((), lowest_bits(value, dtype), dtype=dtype, device=like.device)
     return torch.full((), value, dtype=torch.int64, device=like.device).to(dtype)
-
-
-def _wrapped(number: int, dtype: torch.dtype) -> int:
-    """Give what is left of a number in an integer's bits."""
-    info = torch.iinfo(dtype)
-    return int((number - info.min) % 2**info.bits + info.min)
 
 
 DECOMPOSITIONS: dict[torch._ops.OpOverload, Callable[[Any, Any], Any]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from lowering.stages.structured import is_elementwise
@@ -76,8 +77,8 @@ def as_float(name: str, dtype: str) -> tuple[str, str]:
     return (f"%wide = {TO_FLOAT} %{name} : {BYTE} to f32", "wide") if dtype == BYTE else ("", name)
 
 
-def is_weight(value: Any) -> bool:
-    """Say whether a value is a parameter, in any shape."""
-    while maker_of(value) in VIEWS:
+def is_weight(value: Any, through: Collection[str] = VIEWS) -> bool:
+    """Say whether a value is a parameter, in any shape; or a part of one, `through` slices."""
+    while maker_of(value) in through:
         value = value.owner.operands[0]
     return maker_of(value) == "util.global.load"

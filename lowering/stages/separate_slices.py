@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lowering.stages.barrier import read_behind_barrier
+from lowering.stages.factors import is_weight
 from lowering.stages.structured import RESHAPES, VIEWS, makes_factor
-from lowering.stages.symbols import maker_of
 
 
 def separate_slices(function: Any) -> None:
@@ -31,7 +31,7 @@ def separate_slices(function: Any) -> None:
             continue
         is_misread = _has_gaps(op) and _is_indexed(op.result)
         is_packed_there = not op.result.type.has_static_shape or (
-            _is_scattered(op) and not _is_of_parameter(op)
+            _is_scattered(op) and not is_weight(op.result, through=VIEWS)
         )
         is_factor = is_packed_there and makes_factor(op.result)
         if is_misread or is_factor or _is_cut_anywhere(op):
@@ -50,13 +50,6 @@ def _is_scattered(piece: Any) -> bool:
     inner = max((d for d, size in enumerate(sizes) if size != 1), default=len(sizes))
     strides = list(piece.attributes["static_strides"])
     return strides[inner : inner + 1] not in ([], [1]) or any(n != 1 for n in source[inner + 1 :])
-
-
-def _is_of_parameter(piece: Any) -> bool:
-    source = piece.operands[0]
-    while maker_of(source) in VIEWS:
-        source = source.owner.operands[0]
-    return maker_of(source) == "util.global.load"
 
 
 def _is_cut_anywhere(piece: Any) -> bool:
