@@ -1,11 +1,13 @@
 """Ops on halves that PyTorch computes in floats, and torch-mlir in halves.
 
 A sum of a thousand elements in bf16 loses its last hundreds, a running one stands still; a power or
-a remainder loses digits. So they are computed in f32, as PyTorch's kernels do, and rounded once.
+a remainder loses digits, and 0.1 is 0.1001 in bf16. So they are computed in f32, as PyTorch's
+kernels do, and rounded once.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +43,7 @@ IN_FLOATS: tuple[torch._ops.OpOverload, ...] = (
     aten.floor_divide.default,
     aten.fmod.Tensor,
     aten.hypot.default,
+    aten.leaky_relu.default,
     aten.linalg_vector_norm.default,
     aten.log10.default,
     aten.logaddexp.default,
@@ -60,6 +63,15 @@ IN_FLOATS: tuple[torch._ops.OpOverload, ...] = (
     aten.sum.dim_IntList,
 )
 
+# So are these where a number that they are given is no half; sums take the half next to it.
+WITH_NUMBERS: tuple[torch._ops.OpOverload, ...] = (
+    aten.div.Scalar,
+    aten.div.Tensor,
+    aten.lerp.Scalar,
+    aten.mul.Scalar,
+    aten.mul.Tensor,
+)
+
 
 def with_halves(
     table: dict[torch._ops.OpOverload, Decomposition],
@@ -69,22 +81,57 @@ def with_halves(
     Before: %1 = aten.sum(%0, [1])                                    with %0 of bf16
     After:  %1 = convert(%0, f32); %2 = aten.sum(%1, [1]); %3 = convert(%2, bf16)
     """
-    return {op: _widening(op, table.get(op)) for op in IN_FLOATS}
+    return {
+        **{op: _widening(op, table.get(op)) for op in IN_FLOATS},
+        **{op: _widening(op, table.get(op), with_number=True) for op in WITH_NUMBERS},
+    }
 
 
-def _widening(op: Any, otherwise: Decomposition | None) -> Decomposition:
+def _widening(
+    op: Any, otherwise: Decomposition | None, *, with_number: bool = False
+) -> Decomposition:
     def decomposed(*args: Any, **kwargs: Any) -> Any:
-        dtypes = {t.dtype for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)}
-        half = next(iter(dtypes.intersection(HALVES)), None)
-        if half is None or torch.float32 in dtypes or torch.float64 in dtypes:
+        leaves = pytree.tree_leaves((args, kwargs))
+        half = _half(leaves)
+        if half is None or (with_number and not any(_is_finer(leaf, half) for leaf in leaves)):
             return otherwise(*args, **kwargs) if otherwise else _UNCHANGED
         dtype = kwargs.get("dtype")
         if dtype in HALVES:
             kwargs = {**kwargs, "dtype": None}
-        result = op(*pytree.tree_map_only(torch.Tensor, widened, args), **kwargs)
+        result = op(*pytree.tree_map_only(torch.Tensor, _in_floats, args), **kwargs)
         return result.to(dtype or half)
 
     return decomposed
+
+
+def _half(leaves: list[Any]) -> torch.dtype | None:
+    """Return the half that an op is computed in: a float without dimensions is a number beside it.
+
+    Source: https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion-doc.
+    """
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    floats = [t for t in tensors if t.is_floating_point()]
+    of_dimensions = {t.dtype for t in floats if t.dim()} or {t.dtype for t in floats}
+    if len(of_dimensions) != 1:
+        return None
+    return next((dtype for dtype in of_dimensions if dtype in HALVES), None)
+
+
+def _is_finer(number: Any, half: torch.dtype) -> bool:
+    """Say whether a number, of Python or a tensor's only one, may be no half."""
+    if isinstance(number, torch.Tensor):
+        return number.is_floating_point() and number.dtype not in HALVES
+    if isinstance(number, torch.SymFloat):
+        return True
+    if not isinstance(number, float) or number == 0:
+        return False
+    info = torch.finfo(half)
+    is_normal = info.tiny <= abs(number) <= info.max
+    return not is_normal or math.frexp(number)[0] * 2 / info.eps % 1 != 0
+
+
+def _in_floats(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,20 @@ OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "floor division": lambda x: torch.div(x * 300, 0.7, rounding_mode="floor"),
 }
 
+# One op with a number that is no half: eager computes most in floats, and sums with the half.
+NUMBERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "times": lambda x: x * 0.1,
+    "by": lambda x: x / 0.1,
+    "plus": lambda x: x + 0.1,
+    "minus": lambda x: x - 0.1,
+    "times a tensor of one": lambda x: x * torch.tensor(0.1),
+    "times a double": lambda x: x * torch.tensor(0.1, dtype=torch.float64),
+    "too large for a half": lambda x: x * 1e5,
+    "too small for a half": lambda x: x * 1e-9,
+    "between": lambda x: torch.lerp(x, x.flip(0), 0.1),
+    "leaky": lambda x: F.leaky_relu(x, 0.1),
+    "of integers": lambda x: (x * 8).int() * x[0, 0] * 0.1,
+}
 
 HALVES = [torch.float16, torch.bfloat16]
 Conv = torch.nn.Conv2d
@@ -55,6 +69,14 @@ def test_it_is_as_exact_as_eager(name: str, dtype: torch.dtype) -> None:
     ours = torch.compile(OPS[name], backend="npu_iree")(x)
     assert ours.dtype == dtype
     assert largest_difference(ours.double(), truth) <= 1.5 * eagers + 1e-4
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_are_as_fine_as_in_eager(name: str, dtype: torch.dtype) -> None:
+    x = torch.linspace(-4, 4, 256).view(4, 64).to(dtype)
+    ours = torch.compile(NUMBERS[name], backend="npu_iree")(x)
+    torch.testing.assert_close(ours, NUMBERS[name](x), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
