@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 ENTRY = "main"
 PARAMETER_SCOPE = "model"
@@ -19,33 +19,60 @@ def parameter_name(index: int) -> str:
 LEND, TAKE_BACK = "lend$memory", "take$back"
 LENT_BYTES = "lent_bytes"  # reflected by the first: see `read_sizes`
 
-BOUND = "bound"  # reflected by a bind function: see `Binding.read`
+# A function that returns the memory in which what is made of parameters lies; it reflects what can
+# be bound anew. One that swaps the memory of a parameter that is used as it is: (memory, which).
+MADE, SWAP = "made$memory", "swap$memory"
+REBINDING = "rebinding"
 
 
-@dataclass(frozen=True, order=True)
-class Binding:
-    """What a bind function does if it is told a number.
+@dataclass(frozen=True)
+class Made:
+    """Something that is made of parameters, and how to make it anew where it lies.
 
     Attributes:
-        step: its place in the order in which such are to run.
-        parameters: after a change of which it is to run.
-        which: the number.
+        function: the number of the bind function.
+        memory: which of what `made$memory` returns it lies in.
+        offset: where in that, in bytes.
+        nbytes: how many bytes it takes there.
+        parameters: their names, in the order in which the function takes them.
     """
 
-    step: int
+    function: int
+    memory: int
+    offset: int
+    nbytes: int
     parameters: tuple[str, ...]
-    which: int
+
+
+@dataclass(frozen=True)
+class Rebinding:
+    """How parameters get new values without a load.
+
+    Attributes:
+        parameters: the names of those that can.
+        made: what is made of them.
+        swapped: the names of those that are used as they are, by their number for `swap$memory`.
+    """
+
+    parameters: frozenset[str] = frozenset()
+    made: tuple[Made, ...] = ()
+    swapped: tuple[str, ...] = ()
+
+    def write(self) -> str:
+        """Write it as text."""
+        fields = {**asdict(self), "parameters": sorted(self.parameters)}
+        return json.dumps(fields, separators=(",", ":"))
 
     @classmethod
-    def read(cls, bound: str) -> Iterator[Binding]:
-        """Read what a function reflects: `0:p0 3:p2,p4` is step 0 after p0, 3 after p2 or p4."""
-        for which, text in enumerate(bound.split()):
-            step, _, names = text.partition(":")
-            yield cls(int(step), tuple(names.split(",")), which)
+    def read(cls, text: str) -> Rebinding:
+        """Read what `write` wrote."""
+        read = json.loads(text)
+        made = [Made(**{**one, "parameters": tuple(one["parameters"])}) for one in read["made"]]
+        return cls(frozenset(read["parameters"]), tuple(made), tuple(read["swapped"]))
 
 
 def bind_function(number: int) -> str:
-    """Return the name of a function that binds parameters anew: (view, which, wait, signal)."""
+    """Return the name of what makes something anew: (views, memory, offset, size, fences)."""
     return f"bind${number}"
 
 

@@ -5,21 +5,23 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from operator import itemgetter
+from functools import cached_property
 from typing import Any
 
 from iree.runtime import _binding as hal
 
 from lowering.abi import (
-    BOUND,
     ENTRY,
     LEND,
     LENT_BYTES,
+    MADE,
     PARAMETER_SCOPE,
+    REBINDING,
+    SWAP,
     TAKE_BACK,
-    Binding,
+    Rebinding,
     bind_function,
     read_sizes,
 )
@@ -72,8 +74,9 @@ class Executable:
         self._lent_bytes = {} if lend is None else read_sizes(lend.reflection[LENT_BYTES])
         self._lent: Arena | None = None
         self._arenas: list[Arena] = []
-        self._binders = sorted(self._find_binders(), key=itemgetter(0))
-        self._rebindable = {b.parameters[0] for b, _ in self._binders if len(b.parameters) == 1}
+        made = self._module.lookup_function(MADE)
+        self._rebinding = Rebinding.read(made.reflection[REBINDING]) if made else Rebinding()
+        self._memories: list[Any] = []  # in which lies what is made of parameters
         self.functions = {name: Function(self, name) for name in artifact.entries}
         has_parameters = any(entry.signature.parameters for entry in artifact.entries.values())
         self._can_inline = device.inline is not None and not has_parameters  # or hold them twice
@@ -99,7 +102,7 @@ class Executable:
             modules.append(hal.create_io_parameters_module(_INSTANCE, provider))
         queue = self._loaded(self._device.hal, modules)
         with self._lock:
-            self._queue, self._lent = queue, None
+            self._queue, self._lent, self._memories = queue, None, []
 
     def lend(self, nbytes: int, points: Sequence[Timepoint]) -> Arena | None:
         """Lend the module memory for the call that is submitted next, if there is any for it.
@@ -153,36 +156,67 @@ class Executable:
                 self._inline = self._inline or self._loaded(self._device.inline)
         return self._inline
 
-    def _find_binders(self) -> Iterator[tuple[Binding, Any]]:
-        """Give what binds parameters, with its function, in the order to run it."""
-        functions = (self._module.lookup_function(bind_function(i)) for i in itertools.count())
-        for function in itertools.takewhile(bool, functions):
-            for binding in Binding.read(function.reflection[BOUND]):
-                yield binding, function
+    def can_rebind(self, names: Set[str]) -> bool:
+        """Say whether parameters can be bound anew without loading all of them again."""
+        return self._rebinding.parameters.issuperset(names)
 
-    def can_rebind(self, name: str) -> bool:
-        """Say whether a parameter can be bound anew without loading all of them again."""
-        return name in self._rebindable
+    @cached_property
+    def partners(self) -> frozenset[str]:
+        """The parameters that are needed to bind others: something is made of both."""
+        several = [one.parameters for one in self._rebinding.made if len(one.parameters) > 1]
+        return frozenset(itertools.chain.from_iterable(several))
 
-    def rebind(self, weights: Mapping[str, DeviceArray]) -> None:
-        """Give parameters new values, by name; later calls see them, and no other weight moves."""
-        bound = [point for point in self._bound if not point.look()]
-        for binding, function in self._binders:
-            changed = [weights[name] for name in binding.parameters if name in weights]
-            if not changed:
+    def rebind(self, weights: Mapping[str, DeviceArray], changed: Set[str]) -> None:
+        """Give parameters new values; later calls see them, and no other weight moves.
+
+        What is made of them is written where it lies, when the calls under way have ended.
+
+        Args:
+            weights: by name; the new ones, and their `partners`.
+            changed: the names of the new ones.
+        """
+        works = [function.work for function in self.functions.values()]
+        under_way = [p for p in self._device.in_flight if any(p.work is work for work in works)]
+        before = [p for p in [*self._bound, *under_way] if not p.look() and not p.has_failed()]
+        bound = [weights[name].ready for name in changed]
+        for one in self._rebinding.made:
+            if changed.isdisjoint(one.parameters):
                 continue
-            fence, ahead = joined([*(weight.ready for weight in changed), *bound])
+            arrays = [weights[name] for name in one.parameters]
+            fence, ahead = joined([*(array.ready for array in arrays), *before])
             signal = new_fence(self._device.hal)
-            inputs = hal.VmVariantList(4)
-            inputs.push_ref(changed[0]._view)
-            inputs.push_int(binding.which)
-            inputs.push_ref(fence)
-            inputs.push_ref(signal)
+            inputs = hal.VmVariantList(len(arrays) + 5)
+            for array in arrays:
+                inputs.push_ref(array._view)
             with self._lock:
+                inputs.push_ref(self._memory(one.memory))
+                inputs.push_int(one.offset)
+                inputs.push_int(one.nbytes)
+                inputs.push_ref(fence)
+                inputs.push_ref(signal)
+                function = self._module.lookup_function(bind_function(one.function))
                 self._queue.context.invoke(function, inputs, hal.VmVariantList(0))
-            work = Work(f"bind {', '.join(binding.parameters)} of {self.artifact.name}")
+            work = Work(f"bind {', '.join(one.parameters)} of {self.artifact.name}")
             bound.append(submitted(Timepoint(signal, work, ahead)))
-        self._bound = bound
+        for which, name in enumerate(self._rebinding.swapped):
+            if name in changed:
+                swapped = hal.VmVariantList(2)
+                swapped.push_ref(weights[name]._view.get_buffer())
+                swapped.push_int(which)
+                with self._lock:
+                    swap = self._module.lookup_function(SWAP)
+                    self._queue.context.invoke(swap, swapped, hal.VmVariantList(0))
+        self._bound = [*(p for p in self._bound if not p.look()), *bound]
+
+    def _memory(self, number: int) -> Any:
+        if not self._memories:
+            memories = hal.VmVariantList(1)
+            made = self._module.lookup_function(MADE)
+            self._queue.context.invoke(made, hal.VmVariantList(0), memories)
+            self._memories = [
+                memories.get_as_object(i, hal.HalBuffer) for i in range(memories.size)
+            ]
+        return self._memories[number]
 
 
 class Function:

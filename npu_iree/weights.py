@@ -116,22 +116,30 @@ class Weights:
         is_first: bool,
     ) -> None:
         """Give the device the weights that have changed, or all of them."""
-        can_rebind = all(executable.can_rebind(use.parameter) for use in changed)
-        if is_first or len(changed) == len(uses) or not can_rebind:
+        names = {use.parameter for use in changed}
+        if is_first or len(changed) == len(uses) or not executable.can_rebind(names):
             reason = "bound once" if is_first else "it has changed"
             index = hal.ParameterIndex()
             for use in uses:
                 weight = self._hand_over(use, executable, reason)
                 index.add_buffer(use.parameter, self._device.memory.parameter(weight))
             executable.load(index)
-            return
-        arrays = {}
-        for use in changed:
+            self._put([use for use in uses if use.parameter in executable.partners], executable)
+        else:
+            self._put(changed, executable)
+            arrays = {use.parameter: use.array for use in uses if use.array is not None}
+            executable.rebind(arrays, names)
+        for use in uses:
+            if use.parameter not in executable.partners:
+                use.array = None
+
+    def _put(self, uses: Sequence[WeightUse], executable: Executable) -> None:
+        """Put weights where functions that bind them read them."""
+        for use in uses:
             stored = self._hand_over(use, executable, "it has changed")
             view, ready = self._device.memory.put(stored, self._device.start_point(), use.name)
             shape = tuple(stored.shape)
-            arrays[use.parameter] = DeviceArray(self._device, view, shape, stored.dtype, ready)
-        executable.rebind(arrays)
+            use.array = DeviceArray(self._device, view, shape, stored.dtype, ready)
 
     def _hand_over(self, use: WeightUse, executable: Executable, reason: str) -> torch.Tensor:
         """Return the bytes to give to the device, and enter them into the ledger."""
@@ -145,7 +153,17 @@ class Weights:
 
 
 class WeightUse:
-    """One parameter of one region: which argument or constant it is, and what is bound now."""
+    """One parameter of one region: which argument or constant it is, and what is bound now.
+
+    Attributes:
+        name: what the user would call it.
+        parameter: the name that the region gives it.
+        position: of the argument that it is.
+        constant: what it is, if it is no argument.
+        address: of what is bound.
+        stored: what is bound, in the order that the region wants.
+        array: the same on the device, if it is needed there when another changes.
+    """
 
     def __init__(
         self,
@@ -163,6 +181,7 @@ class WeightUse:
         self._versions = [-1]
         self.address = _UNBOUND
         self.stored = torch.empty(0)
+        self.array: DeviceArray | None = None
 
     @property
     def is_bound(self) -> bool:

@@ -1,271 +1,294 @@
-"""Functions that bind a changed parameter: one for all that are made ready in the same way."""
+"""Functions that bind a changed parameter: what is made of it is written where it lies."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
-from lowering.abi import BOUND, PARAMETER_SCOPE, bind_function
+from lowering.abi import MADE, PARAMETER_SCOPE, REBINDING, SWAP, Made, Rebinding, bind_function
+from lowering.stages.dispatch_work import walk
+from lowering.stages.symbols import constant_of, inside, maker_of, symbol_of
+from lowering.stages.templates import put_functions
 
 _PARAMETER = re.compile(rf'#flow\.parameter\.named<"{PARAMETER_SCOPE}"::"(?P<name>[^"]+)">')
+_PROBE = "probe$made"
+_CONSTANT = "!stream.resource<constant>"
+# What makes the memory that a global holds, and whether that is the module's own.
+_MAKERS = {
+    "stream.resource.alloc": True,
+    "stream.resource.alloca": True,
+    "stream.cmd.parameter.load": False,
+}
+# What hands memory on, or part of it.
+_SAME = ("stream.resource.subview", "stream.tensor.export", "stream.timepoint.await")
+_Held = str  # the device that it is on, as the clause of an op
 
 
-def add_bind_functions(module: Any, parameters: Sequence[str]) -> None:
-    """Add functions that bind one parameter anew, and let what they store be stored again.
+@dataclass(frozen=True)
+class Bound:
+    """What is bound in a module.
+
+    Attributes:
+        held: the names of parameters that functions use as they are, by the globals that hold them.
+        made: what functions use of what is made of parameters, as the probe exports it.
+        functions: the number of the bind function of each.
+    """
+
+    held: Mapping[str, str]
+    made: Sequence[Derived]
+    functions: Sequence[int]
+
+
+def add_bind_functions(module: Any) -> Bound | None:
+    """Add a function for each form of what is made of parameters, and a probe of where that lies.
 
     IREE has hoisted what depends on parameters alone (packing, transposing) into initializers.
-    Those are written again as functions. A function costs 10 to 40 ms of a compile, and a model has
-    hundreds of parameters but few forms of them: what differs in nothing but the names of globals
-    is one function, which is told whose globals it reads and writes.
+    What makes one global is written again as a function: of the parameters, and of the memory that
+    the result is to lie in. Nothing else changes: IREE lays all that is made at load side by side
+    and may count on where it is. (Globals that may be stored again would be of four parts each:
+    ResNet-50 has 371, which took half of its compile.)
+
+    A function costs 10 to 40 ms of a compile, and a model has hundreds of parameters but few forms
+    of them: what differs in nothing but the names of globals is one function.
 
     Before: util.initializer { %w = util.global.load immutable @p0
                                %0 = flow.tensor.encode %w; util.global.store %0, @packed0 }
             the same of @p1 and @packed1
     After:  the same, and
-            util.func public @bind$0(%view, %which: i32, %wait, %signal) {
-                %buffer = hal.buffer_view.buffer %view
-                %w = hal.tensor.import wait(%wait) => %buffer
+            util.func public @bind$0(%view, %memory, %offset, %size, %wait, %signal) {
+                %w = hal.tensor.import wait(%wait) => %view
                 %0 = flow.tensor.encode %w
-                hal.tensor.barrier join(%0) => %signal
-                cf.switch %which [default: ^first, 1: ^second]
-              ^first:  util.global.store %0, @packed0; util.return
-              ^second: util.global.store %0, @packed1; util.return }
-
-    What depends on several parameters has functions of its own, without the view: they run after
-    those of the parameters.
-
-    A module whose initializers have control flow gets none: it is loaded again instead.
+                %1 = hal.tensor.alias wait(%wait) => %0 to (a span of %memory)
+                hal.tensor.barrier join(%1) => %signal }
+            util.func public @probe$made() { exports @packed0 and @packed1 }
 
     Args:
         module: one in flow, as `linalg-to-flow` leaves it.
-        parameters: their names.
+
+    Returns:
+        What `replace_probe` needs; None for a module whose initializers have control flow:
+        it is loaded again instead.
     Source: initializers come from IREE's `iree-util-hoist-into-globals`.
     """
     from iree.compiler import ir
 
-    ops = list(module.body.operations)
-    found = [op for op in ops if op.operation.name == "util.initializer"]
-    if any(len(op.regions[0].blocks) != 1 for op in found):
-        return
-    raw = {_symbol(op): (name, op) for op in ops if (name := _parameter_of(op))}
-    initializers = _initializers(found, {symbol: name for symbol, (name, _) in raw.items()})
-    of_several = [i for i in initializers if len(i.parameters) > 1]
-    read = _read_by_functions(ops).union(*(i.loads for i in of_several))
-    bindings = []
-    for name in parameters:
-        own = {symbol: op for symbol, (parameter, op) in raw.items() if parameter == name}
-        alone = [i for i in initializers if i.parameters == {name}]
-        bindings.append(_Binding.of(name, own, read & own.keys(), alone))
-    bindings += [_Binding.of(",".join(sorted(i.parameters)), {}, (), [i]) for i in of_several]
-    forms: dict[str, list[tuple[int, _Binding]]] = {}
-    for step, binding in enumerate(bindings):
-        forms.setdefault(binding.form, []).append((step, binding))
+    initializers = inside(module, "util.initializer")
+    if any(len(op.regions[0].blocks) != 1 for op in initializers):
+        return None
+    held = {symbol_of(op): name for op in inside(module, "util.global") if (name := _named(op))}
+    stores = [op for i in initializers for op in inside(i, "util.global.store")]
+    stored = {_global(op): op.operands[0] for op in stores}
+    read = _read_by_functions(module)
+    found = [Derived.of(symbol, stored, held) for symbol in stored if symbol in read]
+    made = [one for one in found if one.parameters]
+    forms: dict[str, list[Derived]] = {}
+    for one in made:
+        forms.setdefault(one.form, []).append(one)
+    numbers = {form: number for number, form in enumerate(forms)}
     with ir.Location.unknown(), ir.InsertionPoint(module.body):
-        for number, members in enumerate(forms.values()):
-            _add_function(number, members)
-    _make_mutable(module, {symbol for binding in bindings for symbol, _ in binding.stores})
+        for form, number in numbers.items():
+            _add_function(number, forms[form][0])
+        _add_probe(made)
+    return Bound(
+        {symbol: name for symbol, name in held.items() if symbol in read},
+        made,
+        [numbers[one.form] for one in made],
+    )
 
 
-@dataclass(frozen=True)
-class _Initializer:
-    """One block of straight code that reads and writes globals.
+def replace_probe(module: Any, bound: Bound) -> None:
+    """Put in the place of the probe what gives access to the memory that its results lie in.
 
-    Attributes:
-        ops: the code.
-        loads: the globals that it reads.
-        stores: those that it writes.
-        parameters: the names of those that these depend on.
-    """
+    Before: util.func public @probe$made() -> (%0, %1: !hal.buffer_view) {
+                %memory = util.global.load immutable @packed; ... copies of two parts of it }
+    After:  util.func public @made$memory() -> !hal.buffer { util.global.load @packed }
+            util.func public @swap$memory(%memory: !hal.buffer, %which: i32) {
+                util.global.store %memory, @p0, for 0 }, for parameters that are used as they are
 
-    ops: Sequence[Any]
-    loads: frozenset[str]
-    stores: frozenset[str]
-    parameters: frozenset[str]
-
-
-def _initializers(ops: Sequence[Any], raw: Mapping[str, str]) -> list[_Initializer]:
-    """Find out what each initializer depends on.
+    What can be bound so is reflected by the first (`Rebinding`): no parameter that is used in a
+    place that is not known, or may be shared with a parameter's own memory.
 
     Args:
-        ops: the initializers, in order.
-        raw: the parameters that globals hold, by the globals' names.
+        module: as IREE's phase `executable-targets` leaves it: the host's part is in stream.
+        bound: as `add_bind_functions` returned it.
     """
-    names = {symbol: frozenset([parameter]) for symbol, parameter in raw.items()}
-    initializers = []
-    for op in ops:
-        inner = [o.operation for o in op.regions[0].blocks[0].operations]
-        loads, stores = (
-            frozenset(o.attributes["global"].value for o in inner if o.name == kind)
-            for kind in ("util.global.load", "util.global.store")
-        )
-        parameters = frozenset[str]().union(*(names.get(symbol, ()) for symbol in loads))
-        names.update(dict.fromkeys(stores, parameters))
-        initializers.append(_Initializer(inner, loads, stores, parameters))
-    return initializers
+    from iree.compiler import ir
+
+    (probe,) = (f for f in inside(module, "util.func") if symbol_of(f) == _PROBE)
+    places = _places(probe)
+    probe.operation.erase()
+    owned, given = _by_maker(module)
+    memories = list(dict.fromkeys(p.memory for p in places if p and p.memory in owned))
+    made, lost = [], set[str]()
+    for one, number, place in zip(bound.made, bound.functions, places, strict=True):
+        if place and place.memory in owned:
+            memory = memories.index(place.memory)
+            made.append(Made(number, memory, place.offset, place.nbytes, one.parameters))
+        else:
+            lost.update(one.parameters)
+    swapped = {symbol: name for symbol, name in bound.held.items() if symbol in given}
+    lost.update(name for symbol, name in bound.held.items() if symbol not in swapped)
+    names = {*itertools.chain.from_iterable(one.parameters for one in bound.made)}
+    names.update(bound.held.values())
+    rebinding = Rebinding(frozenset(names - lost), tuple(made), tuple(swapped.values()))
+    used = {symbol: (owned | given)[symbol] for symbol in (*memories, *swapped)}
+    text = "\n".join(f"util.global private mutable @{symbol} : {_CONSTANT}" for symbol in used)
+    text += _made_memory({symbol: used[symbol] for symbol in memories}, rebinding)
+    text += _swap_memory({symbol: used[symbol] for symbol in swapped})
+    with ir.Location.unknown():
+        put_functions(module, text, used)
+    _make_mutable(module, swapped.keys())
+
+
+def allow_swaps(module: Any) -> None:
+    """Let any memory be swapped in: IREE asserts that it was allocated to be constant.
+
+    Args:
+        module: as IREE's phase `hal` leaves it.
+    """
+    functions = [f for f in inside(module, "util.func") if symbol_of(f) == SWAP]
+    for op in [op for f in functions for op in walk(f) if op.name == "hal.buffer.assert"]:
+        op.erase()
 
 
 @dataclass
-class _Binding:
-    """What becomes of new values of parameters; values are known by what they are called here.
+class Derived:
+    """What a global holds, and how it is made of parameters.
 
     Attributes:
-        parameters: their names, with commas between them.
-        imports: the types that the only one is imported as; none if there are several.
-        loads: ops that load what else is needed.
-        ops: what is computed.
-        operands: of each of these.
-        stores: globals, and what is stored in them.
+        symbol: the global.
+        value: what is stored in it.
+        imports: the parameters' names and the types that they are imported as, in order.
+        ops: what computes the value of them, in order; loads of parameters are not among them.
+        values: what the ops read -> what is called so in the form.
     """
 
-    parameters: str
-    imports: list[Any]
-    loads: list[Any] = field(default_factory=list)
+    symbol: str
+    value: Any
+    imports: dict[str, Any] = field(default_factory=dict)
     ops: list[Any] = field(default_factory=list)
-    operands: list[list[str]] = field(default_factory=list)
-    stores: list[tuple[str, str]] = field(default_factory=list)
+    values: dict[Any, str] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        parameters: str,
-        raw: Mapping[str, Any],
-        kept: Collection[str],
-        initializers: Sequence[_Initializer],
-    ) -> _Binding:
-        """Follow initializers, in order.
+    def of(cls, symbol: str, made: Mapping[str, Any], held: Mapping[str, str]) -> Derived:
+        """Follow a value back through initializers to parameters.
 
         Args:
-            parameters: the names.
-            raw: the globals that hold the only one.
-            kept: those of them that somebody else reads.
-            initializers: what depends on these parameters.
+            symbol: the global.
+            made: what initializers store, by global.
+            held: the parameters' names, by the globals that hold them as they are.
         """
-        binding = cls(parameters, [op.attributes["type"] for op in raw.values()])
-        held = {symbol: f"import {i}" for i, symbol in enumerate(raw)}
-        binding.stores += [(symbol, value) for symbol, value in held.items() if symbol in kept]
-        values: dict[Any, str] = {}
-        for op in (op for initializer in initializers for op in initializer.ops):
-            if op.name == "util.global.load":
-                symbol = op.attributes["global"].value
-                if symbol not in held:
-                    held[symbol] = f"load {len(binding.loads)}"
-                    binding.loads.append(op)
-                values[op.results[0]] = held[symbol]
-            elif op.name == "util.global.store":
-                held[op.attributes["global"].value] = values[op.operands[0]]
-                binding.stores.append((op.attributes["global"].value, values[op.operands[0]]))
-            elif op.name != "util.return":
-                number = len(binding.ops)
-                binding.operands.append([values[operand] for operand in op.operands])
-                values.update((r, f"op {number} {i}") for i, r in enumerate(op.results))
-                binding.ops.append(op)
-        return binding
+        one = cls(symbol, made[symbol])
+        one._follow(one.value, made, held)
+        return one
+
+    def _follow(self, value: Any, made: Mapping[str, Any], held: Mapping[str, str]) -> None:
+        """Put what a value is computed by behind what that needs."""
+        if value in self.values:
+            return
+        op = value.owner
+        symbol = _global(op) if op.name == "util.global.load" else ""
+        if symbol in held:
+            kind = str(value.type)
+            self.imports.setdefault(f"{held[symbol]} {kind}", value.type)
+            self.values[value] = f"import {[*self.imports].index(f'{held[symbol]} {kind}')}"
+        elif symbol in made:
+            self._follow(made[symbol], made, held)
+            self.values[value] = self.values[made[symbol]]
+        else:
+            for operand in op.operands:
+                self._follow(operand, made, held)
+            self.values.update((r, f"op {len(self.ops)} {i}") for i, r in enumerate(op.results))
+            self.ops.append(op)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the parameters, in the order of the imports."""
+        return tuple(key.partition(" ")[0] for key in self.imports)
 
     @cached_property
     def form(self) -> str:
-        """All but the names of globals, as text."""
-        lines = [f"import {kind}" for kind in self.imports]
-        lines += [f"load {op.results[0].type}" for op in self.loads]
-        for op, operands in zip(self.ops, self.operands, strict=True):
+        """All but the names of parameters and of the global, as text."""
+        lines = [f"import {kind}" for kind in self.imports.values()]
+        for op in self.ops:
+            operands = [self.values[operand] for operand in op.operands]
             kinds = [str(result.type) for result in op.results]
             attributes = [f"{name} = {op.attributes[name]}" for name in sorted(op.attributes)]
-            inside = [self.parameters] if len(op.regions) else []  # equal to no other
-            lines.append("; ".join([op.name, *operands, *attributes, *kinds, *inside]))
-        return "\n".join([*lines, *(f"store {value}" for _, value in self.stores)])
+            inner = [self.symbol] if len(op.regions) else []  # equal to no other
+            lines.append("; ".join([op.name, *operands, *attributes, *kinds, *inner]))
+        return "\n".join([*lines, self.values[self.value]])
 
 
-def _add_function(number: int, members: Sequence[tuple[int, _Binding]]) -> None:
-    """Write `@bind$number(view, which, wait, signal)` for bindings of one form.
-
-    Args:
-        number: of the function.
-        members: the bindings, each with its place in the order in which they are to run.
-    """
+def _add_function(number: int, made: Derived) -> None:
+    """Write `@bind$number(views, memory, offset, size, wait, signal)` for all of a form."""
     from iree.compiler import ir
 
-    bindings = [binding for _, binding in members]
-    first, which_type = bindings[0], ir.IntegerType.get_signless(32)
-    view_type, fence_type = ir.Type.parse("!hal.buffer_view"), ir.Type.parse("!hal.fence")
-    kinds = [view_type, which_type, fence_type, fence_type]
-    reflection = " ".join(f"{step}:{binding.parameters}" for step, binding in members)
-    function = ir.Operation.create(
+    view, buffer, fence = map(ir.Type.parse, ("!hal.buffer_view", "!hal.buffer", "!hal.fence"))
+    number_type = ir.IntegerType.get_signless(64)
+    kinds = [*[view] * len(made.imports), buffer, number_type, number_type, fence, fence]
+    function = _function(bind_function(number), kinds, [])
+    entry = function.regions[0].blocks.append(*kinds)
+    *views, memory, offset, size, wait, signal = entry.arguments
+    with ir.InsertionPoint(entry):
+        imports = [
+            _import(one, wait, kind) for one, kind in zip(views, made.imports.values(), strict=True)
+        ]
+        values = {f"import {i}": value for i, value in enumerate(imports)}
+        for i, op in enumerate(made.ops):
+            copy = op.clone()
+            for k, operand in enumerate(op.operands):
+                copy.operands[k] = values[made.values[operand]]
+            values.update((f"op {i} {k}", result) for k, result in enumerate(copy.results))
+        value = values[made.values[made.value]]
+        index = [ir.IndexType.get()]
+        part = [ir.Operation.create("arith.index_cast", index, [n]).result for n in (offset, size)]
+        span = ir.Operation.create("hal.buffer.subspan", [buffer], [memory, *part]).result
+        aliased = ir.Operation.create(
+            "hal.tensor.alias",
+            results=[value.type],
+            operands=[value, span, wait],
+            attributes={"operandSegmentSizes": ir.DenseI32ArrayAttr.get([1, 0, 1, 1])},
+        ).result
+        ir.Operation.create("hal.tensor.barrier", [value.type], [aliased, signal])
+        ir.Operation.create("util.return")
+
+
+def _add_probe(made: Sequence[Derived]) -> None:
+    """Write a function that exports globals: what becomes of it says where these lie."""
+    from iree.compiler import ir
+
+    view = ir.Type.parse("!hal.buffer_view")
+    function = _function(_PROBE, [], [view] * len(made))
+    with ir.InsertionPoint(function.regions[0].blocks.append()):
+        exported, unit = [], ir.UnitAttr.get()
+        for one in made:
+            kind = one.value.type
+            source = {"global": ir.FlatSymbolRefAttr.get(one.symbol), "is_immutable": unit}
+            value = ir.Operation.create("util.global.load", [kind], [], source).result
+            encoding = {"source_encoding": ir.TypeAttr.get(kind)}
+            export = ir.Operation.create("hal.tensor.export", [view], [value], encoding)
+            exported.append(export.result)
+        ir.Operation.create("util.return", operands=exported)
+
+
+def _function(name: str, kinds: Sequence[Any], results: Sequence[Any]) -> Any:
+    from iree.compiler import ir
+
+    return ir.Operation.create(
         "util.func",
         regions=1,
         attributes={
-            "sym_name": ir.StringAttr.get(bind_function(number)),
+            "sym_name": ir.StringAttr.get(name),
             "sym_visibility": ir.StringAttr.get("public"),
-            "function_type": ir.TypeAttr.get(ir.FunctionType.get(kinds, [])),
+            "function_type": ir.TypeAttr.get(ir.FunctionType.get(kinds, results)),
             "iree.abi.stub": ir.UnitAttr.get(),
-            "iree.reflection": ir.DictAttr.get({BOUND: ir.StringAttr.get(reflection)}),
         },
     )
-    entry = function.regions[0].blocks.append(*kinds)
-    view, which, wait, signal = entry.arguments
-    values: dict[str, Any] = {}
-    if first.loads:
-        join = function.regions[0].blocks.append(*(op.results[0].type for op in first.loads))
-        values.update((f"load {i}", value) for i, value in enumerate(join.arguments))
-
-        def load(binding: _Binding) -> None:
-            loaded = [op.clone().results[0] for op in binding.loads]
-            ir.Operation.create("cf.br", operands=loaded, successors=[join])
-
-        _switch(function, entry, which, [partial(load, binding) for binding in bindings])
-        entry = join
-    with ir.InsertionPoint(entry):
-        for i, kind in enumerate(first.imports):
-            values[f"import {i}"] = _import(view, wait, kind)
-        for i, (op, operands) in enumerate(zip(first.ops, first.operands, strict=True)):
-            copy = op.clone()
-            for k, operand in enumerate(operands):
-                copy.operands[k] = values[operand]
-            values.update((f"op {i} {k}", result) for k, result in enumerate(copy.results))
-        made = [values[value] for value in dict.fromkeys(value for _, value in first.stores)]
-        if made:
-            kinds = [value.type for value in made]
-            ir.Operation.create("hal.tensor.barrier", results=kinds, operands=[*made, signal])
-        else:  # the result does not depend on the parameter
-            ir.Operation.create("hal.fence.signal", operands=[signal])
-
-    def store(binding: _Binding) -> None:
-        for symbol, value in binding.stores:
-            target = {"global": ir.FlatSymbolRefAttr.get(symbol)}
-            ir.Operation.create("util.global.store", operands=[values[value]], attributes=target)
-        ir.Operation.create("util.return")
-
-    _switch(function, entry, which, [partial(store, binding) for binding in bindings])
-
-
-def _switch(function: Any, block: Any, which: Any, branches: Sequence[Callable[[], None]]) -> None:
-    """End a block with a choice among branches, each in a block of its own."""
-    from iree.compiler import ir
-
-    if len(branches) == 1:
-        with ir.InsertionPoint(block):
-            branches[0]()
-        return
-    blocks = [function.regions[0].blocks.append() for _ in branches]
-    for place, branch in zip(blocks, branches, strict=True):
-        with ir.InsertionPoint(place):
-            branch()
-    cases = ", ".join(str(i) for i in range(1, len(branches)))
-    none_each = [0] * (len(branches) - 1)
-    with ir.InsertionPoint(block):
-        ir.Operation.create(
-            "cf.switch",
-            operands=[which],
-            attributes={
-                "case_values": ir.Attribute.parse(
-                    f"dense<[{cases}]> : vector<{len(none_each)}xi32>"
-                ),
-                "case_operand_segments": ir.DenseI32ArrayAttr.get(none_each),
-                "operandSegmentSizes": ir.DenseI32ArrayAttr.get([1, 0, 0]),
-            },
-            successors=blocks,
-        )
 
 
 def _import(view: Any, wait: Any, kind: Any) -> Any:
@@ -277,55 +300,137 @@ def _import(view: Any, wait: Any, kind: Any) -> Any:
     segments = ir.DenseI32ArrayAttr.get([1, 0, 1, 0])  # source, dimensions, fence, affinity
     return ir.Operation.create(
         "hal.tensor.import",
-        results=[kind.value],
+        results=[kind],
         operands=[buffer.result, wait],
-        attributes={"target_encoding": kind, "operandSegmentSizes": segments},
+        attributes={"target_encoding": ir.TypeAttr.get(kind), "operandSegmentSizes": segments},
     ).result
 
 
-def _read_by_functions(ops: Sequence[Any]) -> set[str]:
+def _read_by_functions(module: Any) -> set[str]:
     """Give the globals that are loaded elsewhere than in initializers."""
+    functions = inside(module, "util.func")
+    return {_global(op) for f in functions for op in walk(f) if op.name == "util.global.load"}
+
+
+def _global(op: Any) -> str:
+    return str(op.attributes["global"].value)
+
+
+def _named(op: Any) -> str | None:
+    """Return the name of the parameter that a global holds as it is."""
+    if "initial_value" not in op.attributes:
+        return None
+    found = _PARAMETER.search(str(op.attributes["initial_value"]))
+    return found["name"] if found else None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where something lies: a global that holds memory, the offset in it, and the length."""
+
+    memory: str
+    offset: int
+    nbytes: int
+
+
+def _places(probe: Any) -> list[_Place | None]:
+    """Say of which part of which global each result of the probe is a copy; None: of none."""
+    block = probe.regions[0].blocks[0]
+    copies: dict[tuple[Any, int | None], _Place] = {}
+    for execute in (op for op in block.operations if op.operation.name == "stream.cmd.execute"):
+        resources = [o for o in execute.operands if str(o.type).startswith("!stream.resource")]
+        held = dict(zip(execute.regions[0].blocks[0].arguments, resources, strict=True))
+        for op in (op for op in walk(execute) if op.name == "stream.cmd.copy"):
+            source, _, offset, target, _, target_offset, size = op.operands
+            start, nbytes = constant_of(offset), constant_of(size)
+            loaded = held[source]
+            if maker_of(loaded) == "util.global.load" and start is not None and nbytes is not None:
+                place = _Place(_global(loaded.owner), start, nbytes)
+                copies[held[target], constant_of(target_offset)] = place
+    *_, end = block.operations
+    return [copies.get(_part(value)) for value in end.operands]
+
+
+def _part(value: Any) -> tuple[Any, int | None]:
+    """Return the memory that a value is part of, and where in that it begins."""
+    offset: int | None = 0
+    while maker_of(value) in _SAME:
+        op = value.owner
+        if op.name == "stream.resource.subview":
+            offset = constant_of(op.operands[2])
+        value = op.operands[[*op.results].index(value)]
+    return value, offset
+
+
+def _by_maker(module: Any) -> tuple[dict[str, _Held], dict[str, _Held]]:
+    """Return the globals that hold memory that the module allocates, and a parameter's own.
+
+    With each comes the device that it is on.
+    """
+    owned, given = dict[str, _Held](), dict[str, _Held]()
+    for initializer in inside(module, "util.initializer"):
+        for op in (op for op in walk(initializer) if op.name == "util.global.store"):
+            value, offset = _part(op.operands[0])
+            if offset == 0 and maker_of(value) in _MAKERS:
+                held = owned if _MAKERS[maker_of(value)] else given
+                held[_global(op)] = _device_of(value.owner)
+    return owned, given
+
+
+def _made_memory(held: Mapping[str, _Held], rebinding: Rebinding) -> str:
+    lines = []
+    for i, (symbol, device) in enumerate(held.items()):
+        lines += [
+            f"%held{i} = util.global.load @{symbol} : {_CONSTANT}",
+            f"%size{i} = stream.resource.size %held{i} : {_CONSTANT}",
+            f"%memory{i} = stream.tensor.export {device} %held{i} : "
+            f"tensor<?xi8>{{%size{i}}} in {_CONSTANT}{{%size{i}}} -> !hal.buffer",
+        ]
+    kinds = ", ".join(["!hal.buffer"] * len(held))
+    values = ", ".join(f"%memory{i}" for i in range(len(held)))
+    body = "\n  ".join([*lines, f"util.return {values} : {kinds}" if held else "util.return"])
+    return f"""
+util.func public @{MADE}() -> ({kinds}) attributes {{iree.abi.stub, iree.reflection =
+    {{{REBINDING} = {json.dumps(rebinding.write())}}}}} {{
+  {body}
+}}"""
+
+
+def _swap_memory(held: Mapping[str, _Held]) -> str:
+    if not held:
+        return ""
+    cases = ", ".join(["default: ^b0", *(f"{i}: ^b{i}" for i in range(1, len(held)))])
+    blocks = "\n".join(
+        f"^b{i}:\n  util.global.store %new, @{symbol} : {_CONSTANT}\n  util.return"
+        for i, symbol in enumerate(held)
+    )
+    device = next(iter(held.values()))
+    return f"""
+util.func public @{SWAP}(%memory: !hal.buffer, %which: i32) attributes {{iree.abi.stub}} {{
+  %size = hal.buffer.length<%memory : !hal.buffer> : index
+  %new = stream.tensor.import {device} %memory : !hal.buffer
+      -> tensor<?xi8>{{%size}} in {_CONSTANT}{{%size}}
+  cf.switch %which : i32, [{cases}]
+{blocks}
+}}"""
+
+
+def _device_of(op: Any) -> _Held:
+    return f"on({op.attributes['affinity']})" if "affinity" in op.attributes else ""
+
+
+def _make_mutable(module: Any, symbols: Collection[str]) -> None:
     from iree.compiler import ir
 
-    found: set[str] = set()
-
-    def visit(op: Any) -> Any:
-        if op.name == "util.global.load":
-            found.add(op.attributes["global"].value)
-        return ir.WalkResult.ADVANCE
-
-    for op in ops:
-        if op.operation.name == "util.func":
-            op.operation.walk(visit)
-    return found
-
-
-def _make_mutable(module: Any, symbols: set[str]) -> None:
-    from iree.compiler import ir
-
-    def visit(op: Any) -> Any:
-        attributes = op.attributes
-        if op.name == "util.global" and attributes["sym_name"].value in symbols:
-            attributes["is_mutable"] = ir.UnitAttr.get()
-        elif op.name == "util.global.load" and attributes["global"].value in symbols:
-            _discard(attributes, "is_immutable")
-        return ir.WalkResult.ADVANCE
-
-    module.operation.walk(visit)
+    for op in inside(module, "util.global"):
+        if symbol_of(op) in symbols:
+            op.attributes["is_mutable"] = ir.UnitAttr.get()
+    for part in (*inside(module, "util.func"), *inside(module, "util.initializer")):
+        for op in walk(part):
+            if op.name == "util.global.load" and _global(op) in symbols:
+                _discard(op.attributes, "is_immutable")
 
 
 def _discard(attributes: Any, name: str) -> None:
     if name in attributes:
         del attributes[name]
-
-
-def _symbol(op: Any) -> str:
-    is_global = op.operation.name == "util.global"
-    return str(op.attributes["sym_name"].value) if is_global else ""
-
-
-def _parameter_of(op: Any) -> str | None:
-    if not _symbol(op) or "initial_value" not in op.attributes:
-        return None
-    found = _PARAMETER.search(str(op.attributes["initial_value"]))
-    return found["name"] if found else None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-
 from lowering.stages import CompileOptions, Stage
-from lowering.stages.bind_functions import add_bind_functions
+from lowering.stages.bind_functions import add_bind_functions, allow_swaps, replace_probe
 from lowering.stages.block_convolutions import block_convolutions
 from lowering.stages.iree_session import DATA_TILING, IreeSession
 from lowering.stages.lend_memory import lend_memory
@@ -39,12 +37,11 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
 
     with IreeSession(options) as session:
         module = session.parse(flow_asm)
-        with session.context:
-            if options.rebind:
-                names = dict.fromkeys(itertools.chain.from_iterable(options.parameters.values()))
-                add_bind_functions(module, list(names))
+        bound, begin = None, "flow"
+        if options.rebind:
+            with session.context:
+                bound = add_bind_functions(module)
         output = Output.open_membuffer()
-        begin = "flow"
         if DATA_TILING in options.flags:
             features = session.features
             session.compile(module, begin=begin, end="executable-configurations")
@@ -57,6 +54,16 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
                 read_rows_ahead(module, features)
                 lend_memory(module)
             begin = "executable-targets"
+        if bound is not None:
+            if begin == "flow":
+                session.compile(module, begin=begin, end="executable-targets")
+                begin = "executable-targets"
+            with session.context:
+                replace_probe(module, bound)
+            session.compile(module, begin=begin, end="hal")
+            begin = "hal"
+            with session.context:
+                allow_swaps(module)
         session.compile(module, begin=begin).output_vm_bytecode(output)
         return bytes(output.map_memory())
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from lowering.stages.dispatch_work import walk
+from lowering.stages.symbols import symbol_of
 
 
 def replace_by(op: Any, text: str, arguments: Sequence[Any]) -> Any:
@@ -79,14 +80,21 @@ def clones(ops: Iterable[Any], values: Mapping[Any, Any], location: Any = None) 
     return values
 
 
-def put_functions(module: Any, text: str) -> None:
-    """Append the functions of a module to another."""
+def put_functions(module: Any, text: str, there: Collection[str] = ()) -> None:
+    """Append the functions of a module to another.
+
+    Args:
+        module: gets them.
+        text: of a module.
+        there: names of what the text declares and the module has.
+    """
     from iree.compiler import ir
 
     source = ir.Module.parse(text)
     with ir.InsertionPoint(module.operation.regions[0].blocks[0]):
-        for function in source.body.operations:
-            function.operation.clone()
+        for op in source.body.operations:
+            if symbol_of(op) not in there:
+                op.operation.clone()
 
 
 def floats(*shape: int) -> str:

@@ -9,9 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import npu_iree
+from lowering.capture import capture_aot
+from lowering.decompositions import decomposition_table
+from npu_iree.aot_graph import compile_graph
 from npu_iree.executable import Executable
+from npu_iree.options import Options
 from tolerances import assert_same
 
 pytestmark = pytest.mark.usefixtures("shared_cache")
@@ -219,6 +224,30 @@ def test_each_of_many_alike_is_bound_where_it_belongs(
             model.state_dict()[name].mul_(0.5)
         assert_same(compiled(x), model(x))
     assert cold_counts["compiles"] == 1
+
+
+def test_a_call_under_way_keeps_the_weights_that_it_began_with(target: str) -> None:
+    """What is made of a weight is written where it lies, what is used as it is, swapped."""
+
+    def scaled(x: torch.Tensor, w: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return (x @ w) * table[:4]
+
+    x, old = torch.randn(4, 64), (torch.randn(64, 64), torch.randn(9, 64))
+    graph = make_fx(scaled, decomposition_table=decomposition_table())(x, *old)
+    runner = compile_graph(capture_aot(graph, [1, 2]), Options.parse({"target": target}))
+    torch.testing.assert_close(runner(x, *old)[0], scaled(x, *old))
+    device, executable = npu_iree.open_device(target), runner.executables["region0"]
+    assert executable.can_rebind({"p0", "p1"})
+    new = tuple(torch.randn_like(w) for w in old)
+    weights = {f"p{i}": device.put(w) for i, w in enumerate(new)}
+    device.synchronize()
+    with device.hold() as gate:
+        (first,) = executable.functions["main"](device.put(x))
+        executable.rebind(weights, weights.keys())
+        (second,) = executable.functions["main"](device.put(x))
+        gate.open()
+    torch.testing.assert_close(first.to_host(), scaled(x, *old))
+    torch.testing.assert_close(second.to_host(), scaled(x, *new))
 
 
 @torch.no_grad()
