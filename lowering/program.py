@@ -19,7 +19,7 @@ class Program:
     Attributes:
         name: for dumps and logs.
         regions: by the name of their entry point. Parameters of one name are one.
-        rebind: whether each parameter gets a function that binds it anew without a load.
+        rebind: whether parameters can be bound anew without a load.
     """
 
     name: str

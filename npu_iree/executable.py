@@ -175,9 +175,7 @@ class Executable:
             weights: by name; the new ones, and their `partners`.
             changed: the names of the new ones.
         """
-        works = [function.work for function in self.functions.values()]
-        under_way = [p for p in self._device.in_flight if any(p.work is work for work in works)]
-        before = [p for p in [*self._bound, *under_way] if not p.look() and not p.has_failed()]
+        before = [p for p in self._under_way() if not p.look() and not p.has_failed()]
         bound = [weights[name].ready for name in changed]
         for one in self._rebinding.made:
             if changed.isdisjoint(one.parameters):
@@ -207,6 +205,11 @@ class Executable:
                     swap = self._module.lookup_function(SWAP)
                     self._queue.context.invoke(swap, swapped, hal.VmVariantList(0))
         self._bound = [*(p for p in self._bound if not p.look()), *bound]
+
+    def _under_way(self) -> list[Timepoint]:
+        """Return what reads or writes weights, and may not have ended."""
+        works = {id(function.work) for function in self.functions.values()}
+        return [*self._bound, *(p for p in self._device.in_flight if id(p.work) in works)]
 
     def _memory(self, number: int) -> Any:
         if not self._memories:

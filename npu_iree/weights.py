@@ -124,19 +124,20 @@ class Weights:
                 weight = self._hand_over(use, executable, reason)
                 index.add_buffer(use.parameter, self._device.memory.parameter(weight))
             executable.load(index)
-            self._put([use for use in uses if use.parameter in executable.partners], executable)
+            partners = [use for use in uses if use.parameter in executable.partners]
+            self._put(partners, executable, reason)
         else:
-            self._put(changed, executable)
+            self._put(changed, executable, "it has changed")
             arrays = {use.parameter: use.array for use in uses if use.array is not None}
             executable.rebind(arrays, names)
         for use in uses:
             if use.parameter not in executable.partners:
                 use.array = None
 
-    def _put(self, uses: Sequence[WeightUse], executable: Executable) -> None:
-        """Put weights where functions that bind them read them."""
+    def _put(self, uses: Sequence[WeightUse], executable: Executable, reason: str) -> None:
+        """Put weights where what is made of them is made anew."""
         for use in uses:
-            stored = self._hand_over(use, executable, "it has changed")
+            stored = self._hand_over(use, executable, reason)
             view, ready = self._device.memory.put(stored, self._device.start_point(), use.name)
             shape = tuple(stored.shape)
             use.array = DeviceArray(self._device, view, shape, stored.dtype, ready)

@@ -16,7 +16,7 @@ class CompileOptions:
         parameters: entry point -> the names of the parameters that its last arguments are. Those
             are bound once, at load; entry points that name the same one share it.
         given: entry point -> the positions of the arguments that it may overwrite.
-        rebind: whether each parameter gets a function that binds it anew without a load.
+        rebind: whether parameters can be bound anew without a load.
         kernels: custom op -> the MLIR that is to run it (`lowering.kernels`).
     """
 

@@ -25,6 +25,7 @@ from lowering.pipeline import STAGES, Toolchain, compile_program, product_name, 
 from lowering.program import Program
 from lowering.region import Region, extract_region
 from lowering.stages import CompileOptions
+from lowering.stages.bind_functions import add_bind_functions, replace_probe
 from lowering.stages.block_convolutions import block_convolutions
 from lowering.stages.iree_session import IreeSession
 from lowering.stages.linalg_to_flow import form_dispatches, prepare
@@ -112,6 +113,29 @@ def test_weights_become_parameters_with_a_bind_function_of_each_form(lowered: Lo
     assert count("!hal.buffer_view", main) == 1
     assert count("!hal.fence", main) == 2
     assert set(re.findall(r"bind\$\d", ir["flow-to-vmfb"])) == {"bind$0", "bind$1"}
+
+
+def test_what_is_made_of_weights_stays_constant(lowered: Lower) -> None:
+    """Also if these can be bound anew; only what is used as it is can be swapped."""
+    ir = lowered(
+        lambda x, w, b: torch.relu(x @ w)[0] + b[1], torch.zeros(4, 8), torch.zeros(8, 8),
+        torch.zeros(2, 8), weights=2,
+    )  # fmt: skip
+    with IreeSession(CompileOptions(flags=NPU_LOCAL.compile.flag_sets[0])) as session:
+        module = session.parse(ir["linalg-to-flow"])
+        with session.context:
+            bound = add_bind_functions(module)
+        assert bound is not None
+        assert [one.parameters for one in bound.made] == [("p0",)]
+        assert [*bound.held.values()] == ["p1"]
+        session.compile(module, begin="flow", end="executable-targets")
+        with session.context:
+            replace_probe(module, bound)
+            text = str(module)
+    assert count("stream.cmd.copy", text.partition("util.func public @main")[2]) == 0
+    mutable = re.findall(r"util\.global private mutable @(\w+)", text)
+    assert [name for name in mutable if "p1" not in name] == []
+    assert count(r"util\.func public @made\$memory", text) == 1
 
 
 def test_channels_last_crosses_as_the_dense_tensor_that_it_is(lowered: Lower) -> None:
