@@ -60,6 +60,7 @@ class Executable:
     Attributes:
         artifact: what was loaded.
         functions: its entry points, by name.
+        has_lost_weights: whether to bind one has failed: all are to be bound anew.
     """
 
     def __init__(self, device: Device, artifact: Artifact) -> None:
@@ -70,6 +71,7 @@ class Executable:
         self._queue: _Lane
         self._inline: _Lane | None = None  # loaded at the first small call
         self._bound: list[Timepoint] = []
+        self.has_lost_weights = False
         self._lend_function = lend = self._module.lookup_function(LEND)
         self._lent_bytes = {} if lend is None else read_sizes(lend.reflection[LENT_BYTES])
         self._lent: Arena | None = None
@@ -103,6 +105,7 @@ class Executable:
         queue = self._loaded(self._device.hal, modules)
         with self._lock:
             self._queue, self._lent, self._memories = queue, None, []
+            self._bound, self.has_lost_weights = [], False
 
     def lend(self, nbytes: int, points: Sequence[Timepoint]) -> Arena | None:
         """Lend the module memory for the call that is submitted next, if there is any for it.
@@ -284,9 +287,17 @@ class Function:
         return _List(self._arity)
 
     def ahead(self) -> list[Timepoint]:
-        """Return what every call waits for, its arguments aside."""
+        """Return what every call waits for, its arguments aside.
+
+        Raises:
+            DeviceError: to bind a weight has failed.
+        """
         bound, device = self._executable._bound, self._device
-        points = [p for p in bound if not p.is_reached()] if bound else []
+        try:
+            points = [p for p in bound if not p.is_reached()] if bound else []
+        except DeviceError:
+            self._executable._bound, self._executable.has_lost_weights = [], True
+            raise
         if device._held or device._is_of_parent or device.order is not None:
             points.append(device.start_point())
         return points

@@ -67,12 +67,12 @@ class Weights:
 
     def are_current(self, args: Sequence[Any]) -> bool:
         """Say whether what is bound is what the arguments of a call hold."""
-        return self._look_at(args) == self._seen
+        return self._look_at(args) == self._seen and not self._are_lost()
 
     def refresh(self, args: Sequence[Any]) -> None:
         """Bind the weights that are not, or no longer, what was bound."""
         seen = self._look_at(args)
-        if seen == self._seen:
+        if seen == self._seen and not self._are_lost():
             return
         with self._lock:
             self._seen = None
@@ -80,6 +80,9 @@ class Weights:
                 self._renew(self._executables[region], uses, args)
             if all(use.address != _UNWATCHED for use in self._every):
                 self._seen = seen
+
+    def _are_lost(self) -> bool:
+        return any(self._executables[region].has_lost_weights for region in self._uses)
 
     def _look_at(self, args: Sequence[Any]) -> tuple[list[int], ...]:
         """Return what tells of a write: addresses, and versions.
@@ -117,7 +120,8 @@ class Weights:
     ) -> None:
         """Give the device the weights that have changed, or all of them."""
         names = {use.parameter for use in changed}
-        if is_first or len(changed) == len(uses) or not executable.can_rebind(names):
+        are_all = is_first or executable.has_lost_weights or len(changed) == len(uses)
+        if are_all or not executable.can_rebind(names):
             reason = "bound once" if is_first else "it has changed"
             index = hal.ParameterIndex()
             for use in uses:

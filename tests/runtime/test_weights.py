@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +17,10 @@ import npu_iree
 from lowering.capture import capture_aot
 from lowering.decompositions import decomposition_table
 from npu_iree.aot_graph import compile_graph
+from npu_iree.errors import DeviceError
 from npu_iree.executable import Executable
 from npu_iree.options import Options
+from npu_iree.timeline import Timepoint, Work
 from tolerances import assert_same
 
 pytestmark = pytest.mark.usefixtures("shared_cache")
@@ -248,6 +252,27 @@ def test_a_call_under_way_keeps_the_weights_that_it_began_with(target: str) -> N
         gate.open()
     torch.testing.assert_close(first.to_host(), scaled(x, *old))
     torch.testing.assert_close(second.to_host(), scaled(x, *new))
+
+
+@torch.no_grad()
+def test_after_work_that_failed_all_weights_are_bound_again(
+    model: TwoLayers, inputs: tuple[torch.Tensor, torch.Tensor], target: str
+) -> None:
+    """What is made of a weight is written behind the calls under way, which may fail."""
+    compiled = torch.compile(model, backend="npu_iree", options={"target": target})
+    compiled(*inputs)
+    device = npu_iree.open_device(target)
+    gate = device.gate()
+    under_way = Timepoint(gate.point.fence, Work("a call"))
+    model.first.weight.mul_(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executable, "_under_way", lambda _: [under_way])
+        threading.Timer(0.1, gate.fail, ["the device was lost"]).start()
+        with pytest.raises(DeviceError, match="the device was lost"):
+            compiled(*inputs)
+    with contextlib.suppress(DeviceError):  # the next call may be told of it, too
+        compiled(*inputs)
+    assert_same(compiled(*inputs), model(*inputs))
 
 
 @torch.no_grad()
