@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from iree.runtime import _binding as hal
@@ -41,6 +39,7 @@ _View: Any = hal.HalBufferView
 # Up to this effort a call runs on the calling thread. At the limit that takes 5 to 50 us, about as
 # long as a thread takes to wake (on idle virtual CPUs, two of them: 25 to 60 us of each call).
 INLINE_EFFORT = 1 << 17
+_NOTED = 16  # calls, after which those that have ended are forgotten
 _MOST_ARENAS = 2  # of an executable: a call may be submitted while another is under way
 
 
@@ -71,6 +70,7 @@ class Executable:
         self._queue: _Lane
         self._inline: _Lane | None = None  # loaded at the first small call
         self._bound: list[Timepoint] = []
+        self._calls: list[Timepoint] = []  # that may be under way, if weights can be rebound
         self.has_lost_weights = False
         self._lend_function = lend = self._module.lookup_function(LEND)
         self._lent_bytes = {} if lend is None else read_sizes(lend.reflection[LENT_BYTES])
@@ -105,7 +105,7 @@ class Executable:
         queue = self._loaded(self._device.hal, modules)
         with self._lock:
             self._queue, self._lent, self._memories = queue, None, []
-            self._bound, self.has_lost_weights = [], False
+            self._bound, self._calls, self.has_lost_weights = [], [], False
 
     def lend(self, nbytes: int, points: Sequence[Timepoint]) -> Arena | None:
         """Lend the module memory for the call that is submitted next, if there is any for it.
@@ -163,11 +163,10 @@ class Executable:
         """Say whether parameters can be bound anew without loading all of them again."""
         return self._rebinding.parameters.issuperset(names)
 
-    @cached_property
-    def partners(self) -> frozenset[str]:
-        """The parameters that are needed to bind others: something is made of both."""
-        several = [one.parameters for one in self._rebinding.made if len(one.parameters) > 1]
-        return frozenset(itertools.chain.from_iterable(several))
+    def needed_with(self, names: Set[str]) -> set[str]:
+        """Return which parameters `rebind` reads if these have changed: some make one thing."""
+        made = (one.parameters for one in self._rebinding.made)
+        return set(names).union(*(several for several in made if names & {*several}))
 
     def rebind(self, weights: Mapping[str, DeviceArray], changed: Set[str]) -> None:
         """Give parameters new values; later calls see them, and no other weight moves.
@@ -175,21 +174,21 @@ class Executable:
         What is made of them is written where it lies, when the calls under way have ended.
 
         Args:
-            weights: by name; the new ones, and their `partners`.
-            changed: the names of the new ones.
+            weights: by name, what `needed_with` says.
+            changed: the names of those that are new.
         """
-        before = [p for p in self._under_way() if not p.look() and not p.has_failed()]
         bound = [weights[name].ready for name in changed]
-        for one in self._rebinding.made:
-            if changed.isdisjoint(one.parameters):
-                continue
-            arrays = [weights[name] for name in one.parameters]
-            fence, ahead = joined([*(array.ready for array in arrays), *before])
-            signal = new_fence(self._device.hal)
-            inputs = hal.VmVariantList(len(arrays) + 5)
-            for array in arrays:
-                inputs.push_ref(array._view)
-            with self._lock:
+        with self._lock:
+            under_way = self._under_way()
+            for one in self._rebinding.made:
+                if changed.isdisjoint(one.parameters):
+                    continue
+                arrays = [weights[name] for name in one.parameters]
+                fence, ahead = joined([*(array.ready for array in arrays), *under_way])
+                signal = new_fence(self._device.hal)
+                inputs = hal.VmVariantList(len(arrays) + 5)
+                for array in arrays:
+                    inputs.push_ref(array._view)
                 inputs.push_ref(self._memory(one.memory))
                 inputs.push_int(one.offset)
                 inputs.push_int(one.nbytes)
@@ -197,22 +196,43 @@ class Executable:
                 inputs.push_ref(signal)
                 function = self._module.lookup_function(bind_function(one.function))
                 self._queue.context.invoke(function, inputs, hal.VmVariantList(0))
-            work = Work(f"bind {', '.join(one.parameters)} of {self.artifact.name}")
-            bound.append(submitted(Timepoint(signal, work, ahead)))
-        for which, name in enumerate(self._rebinding.swapped):
-            if name in changed:
-                swapped = hal.VmVariantList(2)
-                swapped.push_ref(weights[name]._view.get_buffer())
-                swapped.push_int(which)
-                with self._lock:
+                work = Work(f"bind {', '.join(one.parameters)} of {self.artifact.name}")
+                read = [p for p in ahead if p not in under_way]  # whose failures are its own
+                bound.append(submitted(Timepoint(signal, work, read)))
+            for which, name in enumerate(self._rebinding.swapped):
+                if name in changed:
+                    swapped = hal.VmVariantList(2)
+                    swapped.push_ref(weights[name]._view.get_buffer())
+                    swapped.push_int(which)
                     swap = self._module.lookup_function(SWAP)
                     self._queue.context.invoke(swap, swapped, hal.VmVariantList(0))
-        self._bound = [*(p for p in self._bound if not p.look()), *bound]
+            self._bound = [*(p for p in self._bound if not p.look()), *bound]
 
     def _under_way(self) -> list[Timepoint]:
-        """Return what reads or writes weights, and may not have ended."""
-        works = {id(function.work) for function in self.functions.values()}
-        return [*self._bound, *(p for p in self._device.in_flight if id(p.work) in works)]
+        """Return what reads or writes weights, and has not ended; what has failed does neither."""
+        self._calls = [p for p in self._calls if not p.look() and not p.has_failed()]
+        return [*self._calls, *(p for p in self._bound if not p.look() and not p.has_failed())]
+
+    def begin(self, inputs: Any, points: list[Timepoint], signal: Any) -> Sequence[Timepoint]:
+        """Give a call its fences; returns what may lie ahead of it. The caller holds the lock.
+
+        Args:
+            inputs: IREE's list of the arguments, which gets the fences.
+            points: what the call waits for; what has been bound since is added.
+            signal: tells that it has ended.
+        """
+        points += [p for p in self._bound if p not in points and not p.look()]
+        fence, ahead = joined(points)
+        inputs.push_ref(fence)
+        inputs.push_ref(signal)
+        return ahead
+
+    def note(self, call: Timepoint) -> None:
+        """Keep in mind what reads weights that may be written to. The caller holds the lock."""
+        if self._rebinding.made:
+            self._calls.append(call)
+            if len(self._calls) % _NOTED == 0:
+                self._under_way()
 
     def _memory(self, number: int) -> Any:
         if not self._memories:
@@ -296,7 +316,7 @@ class Function:
         try:
             points = [p for p in bound if not p.is_reached()] if bound else []
         except DeviceError:
-            self._executable._bound, self._executable.has_lost_weights = [], True
+            self._executable.has_lost_weights = True
             raise
         if device._held or device._is_of_parent or device.order is not None:
             points.append(device.start_point())
@@ -317,20 +337,19 @@ class Function:
         """
         executable = self._executable
         lane = executable._lane(points, is_small)
-        fence, ahead = joined(points)
         signal = new_fence(lane.device)
-        inputs.push_ref(fence)
-        inputs.push_ref(signal)
         count = len(self._outputs)
         has_checks = bool(self._signature.checks)
         results = _List(count + has_checks)
         arena: Arena | None = None
         try:
             with executable._lock:
+                ahead = executable.begin(inputs, points, signal)
                 if lane is not executable._inline:
                     lane = executable._queue  # which another thread may have loaded anew
                     arena = executable.lend(self._lent_bytes, points) if self._lent_bytes else None
                 lane.context.invoke(self._function, inputs, results)
+                executable.note(Timepoint(signal, self.work))
         except BaseException as error:
             if arena is not None:
                 executable.give_up(arena)

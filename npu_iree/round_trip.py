@@ -98,6 +98,9 @@ class RoundTrip:
     def _run(self, host: list[Any]) -> bool:
         """Run all as one; says whether it did, and the results are there."""
         function, weights = self._function, self._weights
+        seen = None if weights is None else weights.seen
+        if weights is not None and weights.are_lost():
+            return False
         if weights is not None and not self._can_repeat and not weights.are_current(host):
             return False
         inputs = function.arguments()
@@ -115,7 +118,11 @@ class RoundTrip:
                 return False
         views, ready = function.submit(inputs, function.ahead(), self._is_small)
         try:
-            is_right = weights is None or not self._can_repeat or weights.are_current(host)
+            is_right = (
+                weights is None
+                or not self._can_repeat
+                or (weights.are_current(host) and weights.seen is seen)
+            )
         finally:
             if not ready._reached:
                 _wait(ready)

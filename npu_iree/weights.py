@@ -65,14 +65,23 @@ class Weights:
         self._positions = [use.position for use in self._every if use.constant is None]
         self._seen: tuple[list[int], ...] | None = None
 
+    @property
+    def seen(self) -> object:
+        """What was bound last: another object after each change."""
+        return self._seen
+
     def are_current(self, args: Sequence[Any]) -> bool:
         """Say whether what is bound is what the arguments of a call hold."""
-        return self._look_at(args) == self._seen and not self._are_lost()
+        return self._look_at(args) == self._seen
+
+    def are_lost(self) -> bool:
+        """Say whether to bind one has failed."""
+        return any(self._executables[region].has_lost_weights for region in self._uses)
 
     def refresh(self, args: Sequence[Any]) -> None:
         """Bind the weights that are not, or no longer, what was bound."""
         seen = self._look_at(args)
-        if seen == self._seen and not self._are_lost():
+        if seen == self._seen and not self.are_lost():
             return
         with self._lock:
             self._seen = None
@@ -80,9 +89,6 @@ class Weights:
                 self._renew(self._executables[region], uses, args)
             if all(use.address != _UNWATCHED for use in self._every):
                 self._seen = seen
-
-    def _are_lost(self) -> bool:
-        return any(self._executables[region].has_lost_weights for region in self._uses)
 
     def _look_at(self, args: Sequence[Any]) -> tuple[list[int], ...]:
         """Return what tells of a write: addresses, and versions.
@@ -127,24 +133,25 @@ class Weights:
             for use in uses:
                 weight = self._hand_over(use, executable, reason)
                 index.add_buffer(use.parameter, self._device.memory.parameter(weight))
+                use.array = None
             executable.load(index)
-            partners = [use for use in uses if use.parameter in executable.partners]
-            self._put(partners, executable, reason)
-        else:
-            self._put(changed, executable, "it has changed")
-            arrays = {use.parameter: use.array for use in uses if use.array is not None}
-            executable.rebind(arrays, names)
+            return
+        needed = executable.needed_with(names)
         for use in uses:
-            if use.parameter not in executable.partners:
+            if use.parameter in names or (use.parameter in needed and use.array is None):
+                self._put(use, executable)
+        arrays = {use.parameter: use.array for use in uses if use.array is not None}
+        executable.rebind(arrays, names)
+        for use in changed:
+            if len(executable.needed_with({use.parameter})) == 1:
                 use.array = None
 
-    def _put(self, uses: Sequence[WeightUse], executable: Executable, reason: str) -> None:
-        """Put weights where what is made of them is made anew."""
-        for use in uses:
-            stored = self._hand_over(use, executable, reason)
-            view, ready = self._device.memory.put(stored, self._device.start_point(), use.name)
-            shape = tuple(stored.shape)
-            use.array = DeviceArray(self._device, view, shape, stored.dtype, ready)
+    def _put(self, use: WeightUse, executable: Executable) -> None:
+        """Put a weight where what is made of it is made anew."""
+        stored = self._hand_over(use, executable, "it has changed")
+        view, ready = self._device.memory.put(stored, self._device.start_point(), use.name)
+        shape = tuple(stored.shape)
+        use.array = DeviceArray(self._device, view, shape, stored.dtype, ready)
 
     def _hand_over(self, use: WeightUse, executable: Executable, reason: str) -> torch.Tensor:
         """Return the bytes to give to the device, and enter them into the ledger."""
@@ -167,7 +174,7 @@ class WeightUse:
         constant: what it is, if it is no argument.
         address: of what is bound.
         stored: what is bound, in the order that the region wants.
-        array: the same on the device, if it is needed there when another changes.
+        array: the same on the device, if it was needed there when another changed.
     """
 
     def __init__(

@@ -63,7 +63,7 @@ IN_FLOATS: tuple[torch._ops.OpOverload, ...] = (
     aten.sum.dim_IntList,
 )
 
-# So are these where a number that they are given is no half; sums take the half next to it.
+# So are these where the number that they take is no half; sums take the half next to it.
 WITH_NUMBERS: tuple[torch._ops.OpOverload, ...] = (
     aten.div.Scalar,
     aten.div.Tensor,
@@ -91,9 +91,8 @@ def _widening(
     op: Any, otherwise: Decomposition | None, *, with_number: bool = False
 ) -> Decomposition:
     def decomposed(*args: Any, **kwargs: Any) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
-        half = _half(leaves)
-        if half is None or (with_number and not any(_is_finer(leaf, half) for leaf in leaves)):
+        half = _half(pytree.tree_leaves((args, kwargs)))
+        if half is None or (with_number and not any(_is_finer(arg, half) for arg in args[1:])):
             return otherwise(*args, **kwargs) if otherwise else _UNCHANGED
         dtype = kwargs.get("dtype")
         if dtype in HALVES:
@@ -117,17 +116,17 @@ def _half(leaves: list[Any]) -> torch.dtype | None:
     return next((dtype for dtype in of_dimensions if dtype in HALVES), None)
 
 
-def _is_finer(number: Any, half: torch.dtype) -> bool:
-    """Say whether a number, of Python or a tensor's only one, may be no half."""
-    if isinstance(number, torch.Tensor):
-        return number.is_floating_point() and number.dtype not in HALVES
-    if isinstance(number, torch.SymFloat):
+def _is_finer(factor: Any, half: torch.dtype) -> bool:
+    """Say whether a factor is a number, of Python or of no dimensions, that may be no half."""
+    if isinstance(factor, torch.Tensor):
+        return factor.dim() == 0 and factor.dtype not in (half, torch.bool)
+    if isinstance(factor, (torch.SymFloat, torch.SymInt)):
         return True
-    if not isinstance(number, float) or number == 0:
+    if not isinstance(factor, (int, float)) or factor == 0:
         return False
     info = torch.finfo(half)
-    is_normal = info.tiny <= abs(number) <= info.max
-    return not is_normal or math.frexp(number)[0] * 2 / info.eps % 1 != 0
+    is_normal = info.tiny <= abs(factor) <= info.max
+    return not is_normal or math.frexp(factor)[0] * 2 / info.eps % 1 != 0
 
 
 def _in_floats(tensor: torch.Tensor) -> torch.Tensor:

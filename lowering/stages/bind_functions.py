@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -37,11 +37,13 @@ class Bound:
         held: the names of parameters that functions use as they are, by the globals that hold them.
         made: what functions use of what is made of parameters, as the probe exports it.
         functions: the number of the bind function of each.
+        others: the names of parameters of which something is made in another way.
     """
 
     held: Mapping[str, str]
     made: Sequence[Derived]
     functions: Sequence[int]
+    others: Collection[str]
 
 
 def add_bind_functions(module: Any) -> Bound | None:
@@ -85,7 +87,8 @@ def add_bind_functions(module: Any) -> Bound | None:
     stored = {_global(op): op.operands[0] for op in stores}
     read = _read_by_functions(module)
     found = [Derived.of(symbol, stored, held) for symbol in stored if symbol in read]
-    made = [one for one in found if one.parameters]
+    made = [one for one in found if one.parameters and one.is_plain]
+    others = [one.parameters for one in found if not one.is_plain]
     forms: dict[str, list[Derived]] = {}
     for one in made:
         forms.setdefault(one.form, []).append(one)
@@ -98,10 +101,11 @@ def add_bind_functions(module: Any) -> Bound | None:
         {symbol: name for symbol, name in held.items() if symbol in read},
         made,
         [numbers[one.form] for one in made],
+        {*itertools.chain.from_iterable(others)},
     )
 
 
-def replace_probe(module: Any, bound: Bound) -> None:
+def replace_probe(module: Any, bound: Bound, parameters: Iterable[str]) -> None:
     """Put in the place of the probe what gives access to the memory that its results lie in.
 
     Before: util.func public @probe$made() -> (%0, %1: !hal.buffer_view) {
@@ -116,6 +120,7 @@ def replace_probe(module: Any, bound: Bound) -> None:
     Args:
         module: as IREE's phase `executable-targets` leaves it: the host's part is in stream.
         bound: as `add_bind_functions` returned it.
+        parameters: the names of all. Of some, nothing is used.
     """
     from iree.compiler import ir
 
@@ -124,7 +129,7 @@ def replace_probe(module: Any, bound: Bound) -> None:
     probe.operation.erase()
     owned, given = _by_maker(module)
     memories = list(dict.fromkeys(p.memory for p in places if p and p.memory in owned))
-    made, lost = [], set[str]()
+    made, lost = [], set(bound.others)
     for one, number, place in zip(bound.made, bound.functions, places, strict=True):
         if place and place.memory in owned:
             memory = memories.index(place.memory)
@@ -133,9 +138,7 @@ def replace_probe(module: Any, bound: Bound) -> None:
             lost.update(one.parameters)
     swapped = {symbol: name for symbol, name in bound.held.items() if symbol in given}
     lost.update(name for symbol, name in bound.held.items() if symbol not in swapped)
-    names = {*itertools.chain.from_iterable(one.parameters for one in bound.made)}
-    names.update(bound.held.values())
-    rebinding = Rebinding(frozenset(names - lost), tuple(made), tuple(swapped.values()))
+    rebinding = Rebinding(frozenset(parameters) - lost, tuple(made), tuple(swapped.values()))
     used = {symbol: (owned | given)[symbol] for symbol in (*memories, *swapped)}
     text = "\n".join(f"util.global private mutable @{symbol} : {_CONSTANT}" for symbol in used)
     text += _made_memory({symbol: used[symbol] for symbol in memories}, rebinding)
@@ -147,6 +150,8 @@ def replace_probe(module: Any, bound: Bound) -> None:
 
 def allow_swaps(module: Any) -> None:
     """Let any memory be swapped in: IREE asserts that it was allocated to be constant.
+
+    The runtime gives what it has put there for the parameter, of the same length.
 
     Args:
         module: as IREE's phase `hal` leaves it.
@@ -207,6 +212,12 @@ class Derived:
             self.ops.append(op)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is a tensor of known sizes, made by ops without regions."""
+        is_tensor = str(self.value.type).startswith("tensor<") and "?" not in str(self.value.type)
+        return is_tensor and not any(len(op.regions) for op in self.ops)
+
+    @property
     def parameters(self) -> tuple[str, ...]:
         """The names of the parameters, in the order of the imports."""
         return tuple(key.partition(" ")[0] for key in self.imports)
@@ -219,8 +230,7 @@ class Derived:
             operands = [self.values[operand] for operand in op.operands]
             kinds = [str(result.type) for result in op.results]
             attributes = [f"{name} = {op.attributes[name]}" for name in sorted(op.attributes)]
-            inner = [self.symbol] if len(op.regions) else []  # equal to no other
-            lines.append("; ".join([op.name, *operands, *attributes, *kinds, *inner]))
+            lines.append("; ".join([op.name, *operands, *attributes, *kinds]))
         return "\n".join([*lines, self.values[self.value]])
 
 
@@ -357,7 +367,8 @@ def _part(value: Any) -> tuple[Any, int | None]:
     while maker_of(value) in _SAME:
         op = value.owner
         if op.name == "stream.resource.subview":
-            offset = constant_of(op.operands[2])
+            inner = constant_of(op.operands[2])
+            offset = None if offset is None or inner is None else offset + inner
         value = op.operands[[*op.results].index(value)]
     return value, offset
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.bind_functions import add_bind_functions, allow_swaps, replace_probe
 from lowering.stages.block_convolutions import block_convolutions
@@ -59,7 +61,8 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
                 session.compile(module, begin=begin, end="executable-targets")
                 begin = "executable-targets"
             with session.context:
-                replace_probe(module, bound)
+                names = itertools.chain.from_iterable(options.parameters.values())
+                replace_probe(module, bound, names)
             session.compile(module, begin=begin, end="hal")
             begin = "hal"
             with session.context:

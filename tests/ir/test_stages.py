@@ -130,7 +130,7 @@ def test_what_is_made_of_weights_stays_constant(lowered: Lower) -> None:
         assert [*bound.held.values()] == ["p1"]
         session.compile(module, begin="flow", end="executable-targets")
         with session.context:
-            replace_probe(module, bound)
+            replace_probe(module, bound, ["p0", "p1"])
             text = str(module)
     assert count("stream.cmd.copy", text.partition("util.func public @main")[2]) == 0
     mutable = re.findall(r"util\.global private mutable @(\w+)", text)

@@ -27,6 +27,7 @@ OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "floor division": lambda x: torch.div(x * 300, 0.7, rounding_mode="floor"),
 }
 
+OTHER = {torch.float16: torch.bfloat16, torch.bfloat16: torch.float16}
 # One op with a number that is no half: eager computes most in floats, and sums with the half.
 NUMBERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "times": lambda x: x * 0.1,
@@ -35,6 +36,13 @@ NUMBERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "minus": lambda x: x - 0.1,
     "times a tensor of one": lambda x: x * torch.tensor(0.1),
     "times a double": lambda x: x * torch.tensor(0.1, dtype=torch.float64),
+    "times an integer": lambda x: x * 257,
+    "by an integer": lambda x: x / 4001,
+    "times a large integer": lambda x: x * 70000,
+    "times a tensor of an integer": lambda x: x * torch.tensor(4001),
+    "times the other half": lambda x: x * torch.tensor(0.1, dtype=OTHER[x.dtype]),
+    "a tensor of one times": lambda x: torch.tensor(0.1) * x,
+    "a tensor of one by": lambda x: torch.tensor(0.1) / x,
     "too large for a half": lambda x: x * 1e5,
     "too small for a half": lambda x: x * 1e-9,
     "between": lambda x: torch.lerp(x, x.flip(0), 0.1),
