@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from lowering.abi import MADE, PARAMETER_SCOPE, REBINDING, SWAP, Made, Rebinding, bind_function
+from lowering.abi import PARAMETER_SCOPE, bind_function
 from lowering.stages.dispatch_work import walk
-from lowering.stages.symbols import constant_of, inside, maker_of, symbol_of
-from lowering.stages.templates import put_functions
+from lowering.stages.symbols import global_of, inside, symbol_of
 
 _PARAMETER = re.compile(rf'#flow\.parameter\.named<"{PARAMETER_SCOPE}"::"(?P<name>[^"]+)">')
-_PROBE = "probe$made"
-_CONSTANT = "!stream.resource<constant>"
-# What makes the memory that a global holds, and whether that is the module's own.
-_MAKERS = {
-    "stream.resource.alloc": True,
-    "stream.resource.alloca": True,
-    "stream.cmd.parameter.load": False,
-}
-# What hands memory on, or part of it.
-_SAME = ("stream.resource.subview", "stream.tensor.export", "stream.timepoint.await")
-_Held = str  # the device that it is on, as the clause of an op
+PROBE = "probe$made"  # a function
 
 
 @dataclass(frozen=True)
@@ -73,8 +61,8 @@ def add_bind_functions(module: Any) -> Bound | None:
         module: one in flow, as `linalg-to-flow` leaves it.
 
     Returns:
-        What `replace_probe` needs; None for a module whose initializers have control flow:
-        it is loaded again instead.
+        What `lowering.stages.give_access` needs; None for a module whose initializers have control
+        flow: it is loaded again instead.
     Source: initializers come from IREE's `iree-util-hoist-into-globals`.
     """
     from iree.compiler import ir
@@ -84,7 +72,7 @@ def add_bind_functions(module: Any) -> Bound | None:
         return None
     held = {symbol_of(op): name for op in inside(module, "util.global") if (name := _named(op))}
     stores = [op for i in initializers for op in inside(i, "util.global.store")]
-    stored = {_global(op): op.operands[0] for op in stores}
+    stored = {global_of(op): op.operands[0] for op in stores}
     read = _read_by_functions(module)
     found = [Derived.of(symbol, stored, held) for symbol in stored if symbol in read]
     made = [one for one in found if one.parameters and one.is_plain]
@@ -103,62 +91,6 @@ def add_bind_functions(module: Any) -> Bound | None:
         [numbers[one.form] for one in made],
         {*itertools.chain.from_iterable(others)},
     )
-
-
-def replace_probe(module: Any, bound: Bound, parameters: Iterable[str]) -> None:
-    """Put in the place of the probe what gives access to the memory that its results lie in.
-
-    Before: util.func public @probe$made() -> (%0, %1: !hal.buffer_view) {
-                %memory = util.global.load immutable @packed; ... copies of two parts of it }
-    After:  util.func public @made$memory() -> !hal.buffer { util.global.load @packed }
-            util.func public @swap$memory(%memory: !hal.buffer, %which: i32) {
-                util.global.store %memory, @p0, for 0 }, for parameters that are used as they are
-
-    What can be bound so is reflected by the first (`Rebinding`): no parameter that is used in a
-    place that is not known, or may be shared with a parameter's own memory.
-
-    Args:
-        module: as IREE's phase `executable-targets` leaves it: the host's part is in stream.
-        bound: as `add_bind_functions` returned it.
-        parameters: the names of all. Of some, nothing is used.
-    """
-    from iree.compiler import ir
-
-    (probe,) = (f for f in inside(module, "util.func") if symbol_of(f) == _PROBE)
-    places = _places(probe)
-    probe.operation.erase()
-    owned, given = _by_maker(module)
-    memories = list(dict.fromkeys(p.memory for p in places if p and p.memory in owned))
-    made, lost = [], set(bound.others)
-    for one, number, place in zip(bound.made, bound.functions, places, strict=True):
-        if place and place.memory in owned:
-            memory = memories.index(place.memory)
-            made.append(Made(number, memory, place.offset, place.nbytes, one.parameters))
-        else:
-            lost.update(one.parameters)
-    swapped = {symbol: name for symbol, name in bound.held.items() if symbol in given}
-    lost.update(name for symbol, name in bound.held.items() if symbol not in swapped)
-    rebinding = Rebinding(frozenset(parameters) - lost, tuple(made), tuple(swapped.values()))
-    used = {symbol: (owned | given)[symbol] for symbol in (*memories, *swapped)}
-    text = "\n".join(f"util.global private mutable @{symbol} : {_CONSTANT}" for symbol in used)
-    text += _made_memory({symbol: used[symbol] for symbol in memories}, rebinding)
-    text += _swap_memory({symbol: used[symbol] for symbol in swapped})
-    with ir.Location.unknown():
-        put_functions(module, text, used)
-    _make_mutable(module, swapped.keys())
-
-
-def allow_swaps(module: Any) -> None:
-    """Let any memory be swapped in: IREE asserts that it was allocated to be constant.
-
-    The runtime gives what it has put there for the parameter, of the same length.
-
-    Args:
-        module: as IREE's phase `hal` leaves it.
-    """
-    functions = [f for f in inside(module, "util.func") if symbol_of(f) == SWAP]
-    for op in [op for f in functions for op in walk(f) if op.name == "hal.buffer.assert"]:
-        op.erase()
 
 
 @dataclass
@@ -180,34 +112,34 @@ class Derived:
     values: dict[Any, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, symbol: str, made: Mapping[str, Any], held: Mapping[str, str]) -> Derived:
+    def of(cls, symbol: str, stored: Mapping[str, Any], held: Mapping[str, str]) -> Derived:
         """Follow a value back through initializers to parameters.
 
         Args:
             symbol: the global.
-            made: what initializers store, by global.
+            stored: what initializers store, by global.
             held: the parameters' names, by the globals that hold them as they are.
         """
-        one = cls(symbol, made[symbol])
-        one._follow(one.value, made, held)
+        one = cls(symbol, stored[symbol])
+        one._follow(one.value, stored, held)
         return one
 
-    def _follow(self, value: Any, made: Mapping[str, Any], held: Mapping[str, str]) -> None:
+    def _follow(self, value: Any, stored: Mapping[str, Any], held: Mapping[str, str]) -> None:
         """Put what a value is computed by behind what that needs."""
         if value in self.values:
             return
         op = value.owner
-        symbol = _global(op) if op.name == "util.global.load" else ""
+        symbol = global_of(op) if op.name == "util.global.load" else ""
         if symbol in held:
             kind = str(value.type)
             self.imports.setdefault(f"{held[symbol]} {kind}", value.type)
             self.values[value] = f"import {[*self.imports].index(f'{held[symbol]} {kind}')}"
-        elif symbol in made:
-            self._follow(made[symbol], made, held)
-            self.values[value] = self.values[made[symbol]]
+        elif symbol in stored:
+            self._follow(stored[symbol], stored, held)
+            self.values[value] = self.values[stored[symbol]]
         else:
             for operand in op.operands:
-                self._follow(operand, made, held)
+                self._follow(operand, stored, held)
             self.values.update((r, f"op {len(self.ops)} {i}") for i, r in enumerate(op.results))
             self.ops.append(op)
 
@@ -273,7 +205,7 @@ def _add_probe(made: Sequence[Derived]) -> None:
     from iree.compiler import ir
 
     view = ir.Type.parse("!hal.buffer_view")
-    function = _function(_PROBE, [], [view] * len(made))
+    function = _function(PROBE, [], [view] * len(made))
     with ir.InsertionPoint(function.regions[0].blocks.append()):
         exported, unit = [], ir.UnitAttr.get()
         for one in made:
@@ -319,11 +251,7 @@ def _import(view: Any, wait: Any, kind: Any) -> Any:
 def _read_by_functions(module: Any) -> set[str]:
     """Give the globals that are loaded elsewhere than in initializers."""
     functions = inside(module, "util.func")
-    return {_global(op) for f in functions for op in walk(f) if op.name == "util.global.load"}
-
-
-def _global(op: Any) -> str:
-    return str(op.attributes["global"].value)
+    return {global_of(op) for f in functions for op in walk(f) if op.name == "util.global.load"}
 
 
 def _named(op: Any) -> str | None:
@@ -332,116 +260,3 @@ def _named(op: Any) -> str | None:
         return None
     found = _PARAMETER.search(str(op.attributes["initial_value"]))
     return found["name"] if found else None
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where something lies: a global that holds memory, the offset in it, and the length."""
-
-    memory: str
-    offset: int
-    nbytes: int
-
-
-def _places(probe: Any) -> list[_Place | None]:
-    """Say of which part of which global each result of the probe is a copy; None: of none."""
-    block = probe.regions[0].blocks[0]
-    copies: dict[tuple[Any, int | None], _Place] = {}
-    for execute in (op for op in block.operations if op.operation.name == "stream.cmd.execute"):
-        resources = [o for o in execute.operands if str(o.type).startswith("!stream.resource")]
-        held = dict(zip(execute.regions[0].blocks[0].arguments, resources, strict=True))
-        for op in (op for op in walk(execute) if op.name == "stream.cmd.copy"):
-            source, _, offset, target, _, target_offset, size = op.operands
-            start, nbytes = constant_of(offset), constant_of(size)
-            loaded = held[source]
-            if maker_of(loaded) == "util.global.load" and start is not None and nbytes is not None:
-                place = _Place(_global(loaded.owner), start, nbytes)
-                copies[held[target], constant_of(target_offset)] = place
-    *_, end = block.operations
-    return [copies.get(_part(value)) for value in end.operands]
-
-
-def _part(value: Any) -> tuple[Any, int | None]:
-    """Return the memory that a value is part of, and where in that it begins."""
-    offset: int | None = 0
-    while maker_of(value) in _SAME:
-        op = value.owner
-        if op.name == "stream.resource.subview":
-            inner = constant_of(op.operands[2])
-            offset = None if offset is None or inner is None else offset + inner
-        value = op.operands[[*op.results].index(value)]
-    return value, offset
-
-
-def _by_maker(module: Any) -> tuple[dict[str, _Held], dict[str, _Held]]:
-    """Return the globals that hold memory that the module allocates, and a parameter's own.
-
-    With each comes the device that it is on.
-    """
-    owned, given = dict[str, _Held](), dict[str, _Held]()
-    for initializer in inside(module, "util.initializer"):
-        for op in (op for op in walk(initializer) if op.name == "util.global.store"):
-            value, offset = _part(op.operands[0])
-            if offset == 0 and maker_of(value) in _MAKERS:
-                held = owned if _MAKERS[maker_of(value)] else given
-                held[_global(op)] = _device_of(value.owner)
-    return owned, given
-
-
-def _made_memory(held: Mapping[str, _Held], rebinding: Rebinding) -> str:
-    lines = []
-    for i, (symbol, device) in enumerate(held.items()):
-        lines += [
-            f"%held{i} = util.global.load @{symbol} : {_CONSTANT}",
-            f"%size{i} = stream.resource.size %held{i} : {_CONSTANT}",
-            f"%memory{i} = stream.tensor.export {device} %held{i} : "
-            f"tensor<?xi8>{{%size{i}}} in {_CONSTANT}{{%size{i}}} -> !hal.buffer",
-        ]
-    kinds = ", ".join(["!hal.buffer"] * len(held))
-    values = ", ".join(f"%memory{i}" for i in range(len(held)))
-    body = "\n  ".join([*lines, f"util.return {values} : {kinds}" if held else "util.return"])
-    return f"""
-util.func public @{MADE}() -> ({kinds}) attributes {{iree.abi.stub, iree.reflection =
-    {{{REBINDING} = {json.dumps(rebinding.write())}}}}} {{
-  {body}
-}}"""
-
-
-def _swap_memory(held: Mapping[str, _Held]) -> str:
-    if not held:
-        return ""
-    cases = ", ".join(["default: ^b0", *(f"{i}: ^b{i}" for i in range(1, len(held)))])
-    blocks = "\n".join(
-        f"^b{i}:\n  util.global.store %new, @{symbol} : {_CONSTANT}\n  util.return"
-        for i, symbol in enumerate(held)
-    )
-    device = next(iter(held.values()))
-    return f"""
-util.func public @{SWAP}(%memory: !hal.buffer, %which: i32) attributes {{iree.abi.stub}} {{
-  %size = hal.buffer.length<%memory : !hal.buffer> : index
-  %new = stream.tensor.import {device} %memory : !hal.buffer
-      -> tensor<?xi8>{{%size}} in {_CONSTANT}{{%size}}
-  cf.switch %which : i32, [{cases}]
-{blocks}
-}}"""
-
-
-def _device_of(op: Any) -> _Held:
-    return f"on({op.attributes['affinity']})" if "affinity" in op.attributes else ""
-
-
-def _make_mutable(module: Any, symbols: Collection[str]) -> None:
-    from iree.compiler import ir
-
-    for op in inside(module, "util.global"):
-        if symbol_of(op) in symbols:
-            op.attributes["is_mutable"] = ir.UnitAttr.get()
-    for part in (*inside(module, "util.func"), *inside(module, "util.initializer")):
-        for op in walk(part):
-            if op.name == "util.global.load" and _global(op) in symbols:
-                _discard(op.attributes, "is_immutable")
-
-
-def _discard(attributes: Any, name: str) -> None:
-    if name in attributes:
-        del attributes[name]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 
 from lowering.stages import CompileOptions, Stage
-from lowering.stages.bind_functions import add_bind_functions, allow_swaps, replace_probe
+from lowering.stages.bind_functions import add_bind_functions
 from lowering.stages.block_convolutions import block_convolutions
+from lowering.stages.give_access import allow_swaps, replace_probe
 from lowering.stages.iree_session import DATA_TILING, IreeSession
 from lowering.stages.lend_memory import lend_memory
 from lowering.stages.multiply_tiles import multiply_tiles

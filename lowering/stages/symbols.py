@@ -12,6 +12,11 @@ def symbol_of(op: Any) -> str:
     return str(op.attributes["sym_name"].value)
 
 
+def global_of(op: Any) -> str:
+    """Return the name of the global that an op loads or stores."""
+    return str(op.attributes["global"].value)
+
+
 def inside(op: Any, kind: str) -> list[Any]:
     """Return the ops of one kind in an op's own blocks."""
     blocks = [block for region in op.operation.regions for block in region.blocks]

@@ -25,8 +25,9 @@ from lowering.pipeline import STAGES, Toolchain, compile_program, product_name, 
 from lowering.program import Program
 from lowering.region import Region, extract_region
 from lowering.stages import CompileOptions
-from lowering.stages.bind_functions import add_bind_functions, replace_probe
+from lowering.stages.bind_functions import add_bind_functions
 from lowering.stages.block_convolutions import block_convolutions
+from lowering.stages.give_access import replace_probe
 from lowering.stages.iree_session import IreeSession
 from lowering.stages.linalg_to_flow import form_dispatches, prepare
 from lowering.stages.multiply_tiles import multiply_tiles
