@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
 ENTRY = "main"
 PARAMETER_SCOPE = "model"
@@ -57,6 +59,16 @@ class Rebinding:
     parameters: frozenset[str] = frozenset()
     made: tuple[Made, ...] = ()
     swapped: tuple[str, ...] = ()
+
+    def made_of(self, names: Set[str]) -> Iterator[Made]:
+        """Give what is made of some of these parameters."""
+        return (one for one in self.made if not names.isdisjoint(one.parameters))
+
+    @cached_property
+    def partners(self) -> frozenset[str]:
+        """The parameters that something is made of together with others."""
+        several = [one.parameters for one in self.made if len(one.parameters) > 1]
+        return frozenset(itertools.chain.from_iterable(several))
 
     def write(self) -> str:
         """Write it as text."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -25,13 +24,13 @@ from lowering.abi import (
 )
 from lowering.artifact import Artifact
 from lowering.dtypes import DTYPES
-from lowering.signature import Signature, TensorSpec
+from lowering.signature import TensorSpec
 from npu_iree.arenas import Arena
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device
-from npu_iree.errors import BadValueError, DeviceError
-from npu_iree.timeline import NOW, Timepoint, Work, joined, new_fence, submitted
-from npu_iree.transfers import Transfer, is_watched, record
+from npu_iree.errors import DeviceError
+from npu_iree.failed_check import FailedCheck
+from npu_iree.timeline import Timepoint, Work, joined, new_fence, submitted
 
 _INSTANCE = hal.VmInstance()
 _List: Any = hal.VmVariantList
@@ -165,8 +164,12 @@ class Executable:
 
     def needed_with(self, names: Set[str]) -> set[str]:
         """Return which parameters `rebind` reads if these have changed: some make one thing."""
-        made = (one.parameters for one in self._rebinding.made)
-        return set(names).union(*(several for several in made if names & {*several}))
+        return set(names).union(*(one.parameters for one in self._rebinding.made_of(names)))
+
+    @property
+    def partners(self) -> frozenset[str]:
+        """The parameters that something is made of together with others."""
+        return self._rebinding.partners
 
     def rebind(self, weights: Mapping[str, DeviceArray], changed: Set[str]) -> None:
         """Give parameters new values; later calls see them, and no other weight moves.
@@ -180,9 +183,7 @@ class Executable:
         bound = [weights[name].ready for name in changed]
         with self._lock:
             under_way = self._under_way()
-            for one in self._rebinding.made:
-                if changed.isdisjoint(one.parameters):
-                    continue
+            for one in self._rebinding.made_of(changed):
                 arrays = [weights[name] for name in one.parameters]
                 fence, ahead = joined([*(array.ready for array in arrays), *under_way])
                 signal = new_fence(self._device.hal)
@@ -221,7 +222,9 @@ class Executable:
             points: what the call waits for; what has been bound since is added.
             signal: tells that it has ended.
         """
-        points += [p for p in self._bound if p not in points and not p.look()]
+        if self._bound:
+            self._bound = [p for p in self._bound if not p.look()]
+            points += [p for p in self._bound if p not in points]
         fence, ahead = joined(points)
         inputs.push_ref(fence)
         inputs.push_ref(signal)
@@ -372,49 +375,6 @@ class Function:
         if not ready._reached:
             self._device.track(ready, sum([view.byte_length for view in views]))
         return views, ready
-
-
-class FailedCheck:
-    """What a call has found of its values (a `Finding`).
-
-    Args:
-        device: where it ran.
-        view: of the number that says so.
-        work: what the call was.
-        signature: says what the number means.
-    """
-
-    __slots__ = ("_copy", "_device", "_signature", "_view", "_work", "is_at_hand")
-
-    def __init__(self, device: Device, view: Any, work: Work, signature: Signature) -> None:
-        self._device = device
-        self._view = view
-        self._work = work
-        self._signature = signature
-        self._copy: tuple[Any, Timepoint] | None = None
-        self.is_at_hand = device.crossing_mode == "aliased"
-
-    def copy(self, ready: Timepoint) -> None:
-        """Have it copied from the device (see `Finding`)."""
-        if self._copy is None:
-            if is_watched():
-                record(Transfer("d2h", "staged", self._view.byte_length, "checks", self._work.name))
-            (view,), (point,) = self._device.memory.fetch([self._view], [ready])
-            self._copy = view, point
-
-    def error(self) -> DeviceError | None:
-        """Read it (see `Finding`)."""
-        view = self._view
-        if not self.is_at_hand:
-            self.copy(NOW)
-            assert self._copy is not None
-            view, copied = self._copy
-            try:
-                copied.wait_for_device()
-            except DeviceError as error:
-                return error
-        check = self._signature.failed(int.from_bytes(view.map(), sys.byteorder))
-        return None if check is None else BadValueError.of(check, self._work.name, self._work.ops)
 
 
 def push_number(inputs: Any, number: float) -> None:

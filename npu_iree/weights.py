@@ -143,7 +143,7 @@ class Weights:
         arrays = {use.parameter: use.array for use in uses if use.array is not None}
         executable.rebind(arrays, names)
         for use in changed:
-            if len(executable.needed_with({use.parameter})) == 1:
+            if use.parameter not in executable.partners:
                 use.array = None
 
     def _put(self, use: WeightUse, executable: Executable) -> None:

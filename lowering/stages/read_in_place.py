@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowering.stages.dispatch_work import walk
-from lowering.stages.symbols import inside, symbol_of
+from lowering.stages.symbols import global_of, inside, symbol_of
 
 _LOAD, _STORE = "util.global.load", "util.global.store"
 _VIEWS = frozenset({_LOAD, "arith.constant", "flow.tensor.reshape", "flow.tensor.slice"})
@@ -14,10 +14,9 @@ _VIEWS = frozenset({_LOAD, "arith.constant", "flow.tensor.reshape", "flow.tensor
 def read_in_place(module: Any) -> None:
     """Write what does no more than slice and reshape parameters where it is read.
 
-    IREE hoists such code into initializers as it does any other. Where their globals can be stored
-    again, it cannot tell of what kind the memory of a lone slice is ("'util.global.store' op global
-    type mismatch"). Nothing is gained by them, either: a device program reads a part of a tensor in
-    place.
+    IREE hoists such code into initializers as it does any other. Nothing is gained by that: a
+    device program reads a part of a tensor in place. And a global that holds a part of a
+    parameter's own memory cannot be bound anew (`lowering.stages.give_access`).
 
     Before: util.global private @hoisted : tensor<64xf32>
             util.initializer { %0 = flow.tensor.slice of a load of @p0
@@ -30,7 +29,7 @@ def read_in_place(module: Any) -> None:
     """
     loads: dict[str, list[Any]] = {}
     for op in (op for op in walk(module) if op.name == _LOAD):
-        loads.setdefault(op.attributes["global"].value, []).append(op)
+        loads.setdefault(global_of(op), []).append(op)
     held = {symbol_of(op): op for op in inside(module, "util.global")}
     for initializer in inside(module, "util.initializer"):
         if len(initializer.regions[0].blocks) != 1:
@@ -39,7 +38,7 @@ def read_in_place(module: Any) -> None:
         names = {op.name for op in views}
         if store.name != _STORE or _LOAD not in names or not names <= _VIEWS:
             continue
-        symbol = store.attributes["global"].value
+        symbol = global_of(store)
         for load in loads.pop(symbol, []):
             load.results[0].replace_all_uses_with(_copy(views, store.operands[0], load, loads))
             load.erase()
@@ -59,5 +58,5 @@ def _copy(views: list[Any], wanted: Any, place: Any, loads: dict[str, list[Any]]
                 copy.operands[i] = values[operand]
             values.update(zip(op.results, copy.results, strict=True))
             if copy.name == _LOAD:
-                loads.setdefault(copy.attributes["global"].value, []).append(copy)
+                loads.setdefault(global_of(copy), []).append(copy)
     return values[wanted]
