@@ -97,7 +97,7 @@ def _widening(
         dtype = kwargs.get("dtype")
         if dtype in HALVES:
             kwargs = {**kwargs, "dtype": None}
-        result = op(*pytree.tree_map_only(torch.Tensor, widened, args), **kwargs)
+        result = op(*pytree.tree_map_only(torch.Tensor, _in_floats, args), **kwargs)
         return result.to(dtype or half)
 
     return decomposed
@@ -127,6 +127,11 @@ def _is_finer(factor: Any, half: torch.dtype) -> bool:
     info = torch.finfo(half)
     is_normal = info.tiny <= abs(factor) <= info.max
     return not is_normal or math.frexp(factor)[0] * 2 / info.eps % 1 != 0
+
+
+def _in_floats(tensor: torch.Tensor) -> torch.Tensor:
+    """Return any float as f32: a double without dimensions would have the op computed in doubles."""
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
