@@ -130,7 +130,7 @@ def _is_finer(factor: Any, half: torch.dtype) -> bool:
 
 
 def _in_floats(tensor: torch.Tensor) -> torch.Tensor:
-    """Return any float as f32: a double without dimensions would have the op computed in doubles."""
+    """Return any float as f32: beside a double without dimensions, ops are computed in doubles."""
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
