@@ -6,8 +6,8 @@ python ci/bench.py --json out.json  the figures as data, too
 
 python ci/bench.py --models bert vit --backends npu_iree inductor --json out.json --plot out.png
 
-measures whole models, each pair in processes of its own (`benching.suite`); run again with the same
-file, it goes on where it was stopped.
+measures whole models, each pair in processes of its own (`benching.suite`): a call in inference, or
+with --training a step; run again with the same file, it goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import torch
 
 from benching import report, suite
 from benching.backends import BACKENDS as MODEL_BACKENDS
+from benching.backends import INFERENCE, TRAINING
 from lowering.key import host_cpu
 from npu_iree.profiling.rates import machine_rates
 
@@ -137,6 +138,7 @@ def parse() -> argparse.Namespace:
     add("--models", nargs="+", help="measure whole models instead: names, or `all`")
     add("--backends", nargs="+", choices=MODEL_BACKENDS, default=list(MODEL_BACKENDS))
     add("--batch", nargs="+", type=int, default=[1])
+    add("--training", action="store_true", help="a step: forward, loss and gradients")
     add("--rounds", type=int, default=7)
     add("--seconds", type=float, default=0.5, help="of one backend in one round")
     add("--python", nargs="+", default=[], metavar="BACKEND=PATH", help="interpreters of peers")
@@ -177,13 +179,15 @@ def run_models(args: argparse.Namespace) -> None:
         seconds=args.seconds,
         pythons=dict(pair.split("=", 1) for pair in args.python),
         options={} if args.tune == "off" else {"tune": args.tune},
+        mode=TRAINING if args.training else INFERENCE,
     )
-    names = list(MODELS) if args.models == ["all"] else args.models
-    if unknown := set(names) - set(MODELS):
-        raise SystemExit(f"no model {', '.join(sorted(unknown))}; there are: {', '.join(MODELS)}")
+    able = {n: m for n, m in MODELS.items() if not args.training or m.training is not None}
+    names = list(able) if args.models == ["all"] else args.models
+    if unknown := set(names) - set(able):
+        raise SystemExit(f"no model {', '.join(sorted(unknown))}; there are: {', '.join(able)}")
     for batch in args.batch:
         for name in names:
-            case = f"{name} x{batch}"
+            case = f"{name} x{batch}" + " training" * args.training
             if case not in run["cases"]:
                 run["cases"][case] = suite.as_json(suite.measure(name, batch, plan))
                 run.setdefault("load_average", {})[case] = os.getloadavg()

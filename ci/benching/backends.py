@@ -1,10 +1,12 @@
-"""What models are run with."""
+"""What models are run with, and what for."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+INFERENCE, TRAINING = "inference", "training"
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ class BenchModel:
         shallow: sizes of a model with fewer of the same layers.
         prepare: runs before each call, outside of what is compiled and of what is timed; for a
             cache that moves on.
+        training: sizes of the model that is trained: without dropout, for gradients to be
+            comparable; None: it is not.
     """
 
     name: str
@@ -33,6 +35,7 @@ class BenchModel:
     inputs: Callable[[int], dict[str, Any]]
     shallow: Mapping[str, Any] = field(default_factory=dict)
     prepare: Callable[[dict[str, Any]], None] | None = None
+    training: Mapping[str, Any] | None = None
 
     def call(self, model: Callable[..., Any], kwargs: dict[str, Any]) -> Call:
         """Give a call, with what runs before it."""
@@ -132,6 +135,10 @@ def _image(size: int = 224) -> Callable[[int], dict[str, Any]]:
     return lambda batch: {"pixel_values": _random(batch, 3, size, size)}
 
 
+def _spectrogram(batch: int) -> dict[str, Any]:
+    return {"x": _random(batch, 80, 3000)}
+
+
 def _t5_inputs(batch: int) -> dict[str, Any]:
     return {
         "input_ids": _tokens(batch, 64, 32128),
@@ -157,10 +164,14 @@ def _whisper(**others: Any) -> nn.Module:
 
 
 _FEW = {"num_hidden_layers": 2}
+_FEW_T5 = {"num_layers": 2, "num_decoder_layers": 2}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_NO_GPT2_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _BASIC = {"layer_type": "basic", "depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512]}
 _MAMBA = {"vocab_size": 8000, "hidden_size": 512, "num_hidden_layers": 4, "use_cache": False}
 
 _llama = _hf("LlamaForCausalLM", "LlamaConfig", **_LLAMA)
+_bert = _hf("BertModel", "BertConfig")
 _gpt2 = _hf("GPT2LMHeadModel", "GPT2Config", use_cache=False)
 _t5 = _hf("T5ForConditionalGeneration", "T5Config", use_cache=False)
 _resnet18 = _hf("ResNetForImageClassification", "ResNetConfig", num_labels=1000, **_BASIC)
@@ -169,17 +180,17 @@ _mobilenet = _hf("MobileNetV2ForImageClassification", "MobileNetV2Config", num_l
 _mamba = _hf("MambaForCausalLM", "MambaConfig", **_MAMBA)
 
 _LIST = (
-    BenchModel("mlp", _mlp, lambda batch: {"x": _random(batch, 512)}),
-    BenchModel("bert", _hf("BertModel", "BertConfig"), _text(128, 30522), _FEW),
-    BenchModel("gpt2", _gpt2, _text(128, 50257), {"n_layer": 2}),
+    BenchModel("mlp", _mlp, lambda batch: {"x": _random(batch, 512)}, training={}),
+    BenchModel("bert", _bert, _text(128, 30522), _FEW, training=_NO_DROPOUT),
+    BenchModel("gpt2", _gpt2, _text(128, 50257), {"n_layer": 2}, training=_NO_GPT2_DROPOUT),
     BenchModel("llama-prefill", _llama, _llama_inputs(PROMPT, 0), _FEW, _rewind(0)),
     BenchModel("llama-decode", _llama, _llama_inputs(1, PROMPT), _FEW, _rewind(PROMPT)),
-    BenchModel("vit", _hf("ViTModel", "ViTConfig"), _image(), _FEW),
-    BenchModel("resnet18", _resnet18, _image()),
-    BenchModel("resnet50", _resnet50, _image(), {"depths": [2, 2, 2, 2]}),
-    BenchModel("mobilenetv2", _mobilenet, _image()),
-    BenchModel("whisper", _whisper, lambda batch: {"x": _random(batch, 80, 3000)}, {"layers": 2}),
-    BenchModel("t5", _t5, _t5_inputs, {"num_layers": 2, "num_decoder_layers": 2}),
-    BenchModel("mamba", _mamba, _text(32, 8000), {"num_hidden_layers": 1}),
+    BenchModel("vit", _hf("ViTModel", "ViTConfig"), _image(), _FEW, training={}),
+    BenchModel("resnet18", _resnet18, _image(), training={}),
+    BenchModel("resnet50", _resnet50, _image(), {"depths": [2, 2, 2, 2]}, training={}),
+    BenchModel("mobilenetv2", _mobilenet, _image(), training={"classifier_dropout_prob": 0.0}),
+    BenchModel("whisper", _whisper, _spectrogram, {"layers": 2}, training={}),
+    BenchModel("t5", _t5, _t5_inputs, _FEW_T5, training={"dropout_rate": 0.0}),
+    BenchModel("mamba", _mamba, _text(32, 8000), {"num_hidden_layers": 1}, training={}),
 )
 MODELS = {model.name: model for model in _LIST}

@@ -1,6 +1,7 @@
-"""`python -m benching.pair MODEL BATCH BACKEND`: one model on one backend, measured on request.
+"""`python -m benching.pair MODEL BATCH BACKEND OPTIONS MODE`: one model on one backend, measured.
 
-It builds the model, makes the first call, and answers with JSON lines. Then it reads commands:
+It builds the model, makes the first call (of inference, or a step of training: a loss, and the
+gradients of all parameters), and answers with JSON lines. Then it reads commands:
 `round SECONDS` (calls for about so long), `inside SECONDS` (what of these is ours), `save FILE` and
 `compare FILE` (the numbers of a call), `export FOLDER` (the module and all that it takes),
 `memory`; it ends with its input.
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from benching.backends import BACKENDS
+from benching.backends import BACKENDS, TRAINING
 from benching.models import MODELS, Call
 
 _UNTIMED = 2  # calls of a round
@@ -30,14 +31,19 @@ _UNTIMED = 2  # calls of a round
 class Pair:
     """A model on a backend: its call, and what can be asked of it."""
 
-    def __init__(self, model: str, batch: int, backend: str, options: dict[str, Any]) -> None:
+    def __init__(
+        self, model: str, batch: int, backend: str, options: dict[str, Any], is_training: bool
+    ) -> None:
         case, self._backend = MODELS[model], BACKENDS[backend]
-        module, kwargs = case.build(), case.inputs(batch)
+        module = case.build(**(case.training or {})).train() if is_training else case.build()
+        kwargs = case.inputs(batch)
         self._make_ready: Callable[[], None] = lambda: case.make_ready(kwargs)
         fast: Callable[..., Any] = module
         if self._backend.name:
             chosen = {**self._backend.options, **options} or None
             fast = torch.compile(module, backend=self._backend.name, options=chosen)
+        if is_training:
+            fast = _step(module, fast)
         self._model: Call = lambda: fast(**kwargs)
         self._call: Call = case.call(fast, kwargs)
 
@@ -104,6 +110,17 @@ class Pair:
         return [x.detach().clone() for x in leaves if isinstance(x, torch.Tensor)]
 
 
+def _step(module: torch.nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a step of training but its update: of the mean square of a call's result, gradients."""
+
+    def step(**kwargs: Any) -> Any:
+        module.zero_grad()
+        _plain(call(**kwargs)).square().mean().backward()
+        return {"gradients": [p.grad for p in module.parameters()]}
+
+    return step
+
+
 def _plain(result: Any) -> Any:
     """Return what a model computes: its first result. Others are caches, which move on."""
     if isinstance(result, dict):
@@ -121,7 +138,7 @@ def _answer(**row: Any) -> None:
     sys.stdout.flush()
 
 
-def main(model: str, batch: str, backend: str, options: str = "{}") -> None:
+def main(model: str, batch: str, backend: str, options: str, mode: str) -> None:
     """Make the first call, then do what is asked for."""
     if module := BACKENDS[backend].module:
         try:
@@ -129,8 +146,8 @@ def main(model: str, batch: str, backend: str, options: str = "{}") -> None:
         except Exception as error:
             _answer(missing=f"{type(error).__name__}: {error}"[:300])
             return
-    with torch.no_grad():
-        pair = Pair(model, int(batch), backend, json.loads(options))
+    with torch.set_grad_enabled(mode == TRAINING):
+        pair = Pair(model, int(batch), backend, json.loads(options), mode == TRAINING)
         try:
             _answer(**pair.first())
         except Exception as error:

@@ -25,7 +25,7 @@ _COLUMNS = {
 def table(cases: Cases) -> str:
     """Write all rows; what was not measured says why."""
     lines = [
-        f"{'model':18} {'backend':22}"
+        f"{'model':24} {'backend':22}"
         + "".join(f"{c:>{w + 1}}" for c, (_, w, _) in _COLUMNS.items())
     ]
     for case, rows in cases.items():
@@ -33,7 +33,7 @@ def table(cases: Cases) -> str:
             cells = row["missing"] or "".join(
                 " " + _cell(row[key], width, digits) for key, width, digits in _COLUMNS.values()
             )
-            lines.append(f"{case:18} {backend:22}{cells}")
+            lines.append(f"{case:24} {backend:22}{cells}")
     return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benching.backends import INFERENCE
 from benching.limits import benchmark_module
 
 CI = Path(__file__).parent.parent
@@ -32,6 +33,7 @@ class Plan:
         seconds: of one backend in one round.
         pythons: backend -> the interpreter that has it, if it is not this one.
         options: of `torch.compile`, for our own backend.
+        mode: what a call is, `INFERENCE` or `TRAINING`.
     """
 
     backends: Sequence[str]
@@ -39,6 +41,7 @@ class Plan:
     seconds: float
     pythons: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    mode: str = INFERENCE
 
 
 @dataclass
@@ -88,7 +91,7 @@ class _Child:
         }
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            [python, "-m", "benching.pair", model, str(batch), backend, options],
+            [python, "-m", "benching.pair", model, str(batch), backend, options, plan.mode],
             stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=env,
         )  # fmt: skip
         self.first = self._answer()

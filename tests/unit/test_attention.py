@@ -1,4 +1,4 @@
-"""Attention in blocks of queries is attention: forms, masks, statistics, and what is not finite."""
+"""Attention in blocks is attention: forms, masks, statistics, and what is not finite."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "masked": {"attn_mask": MASK},
     "one row for all": {"attn_mask": MASK[:1]},
     "bool mask": {"attn_mask": MASK == 0},
+    "a mask for each": {"attn_mask": torch.stack([MASK, MASK.roll(1, 0), 2 * MASK])[:, None]},
+    "a mask for each head": {"attn_mask": torch.stack([MASK, MASK.roll(1, 0)])},
 }
 
 
@@ -32,16 +34,15 @@ def operands(heads: int = 2) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(s, generator=generator) for s in shapes)
 
 
-@pytest.fixture(params=[0, 1, 3, 7])
-def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many queries go into a block; 0: what the default says, all of them."""
+@pytest.fixture(params=[None, (3, 1), (3, 3), (1, 7), (1, 3)])
+def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How much of the batch and how many queries are a block; None: what the default says, all."""
     if request.param:
-        monkeypatch.setattr(module, "_rows_at_once", lambda query, key: request.param)
-    return int(request.param)
+        monkeypatch.setattr(module, "_block", lambda query, key: module._Block(*request.param))
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_blocks_are_the_whole(form: str, rows: int) -> None:
+def test_blocks_are_the_whole(form: str, block: None) -> None:
     q, k, v = operands()
     result, logsumexp = attention(q, k, v, **FORMS[form])
     torch.testing.assert_close(result, F.scaled_dot_product_attention(q, k, v, **FORMS[form]))
@@ -60,26 +61,29 @@ def additive(mask: torch.Tensor) -> torch.Tensor:
     return mask.expand(3, 2, 7, 5).contiguous()
 
 
-def test_queries_that_share_keys(rows: int) -> None:
+def test_queries_that_share_keys(block: None) -> None:
     q, k, v = operands(heads=1)
     expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     torch.testing.assert_close(attention(q, k, v)[0], expected)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_goes_where_it_goes_in_eager(value: float, rows: int) -> None:
+def test_what_is_not_finite_goes_where_it_goes_in_eager(value: float, block: None) -> None:
     q, k, v = operands()
     k[0, 1, 3, 2], v[1, 0, 1, 1] = value, value
     expected = F.scaled_dot_product_attention(q, k, v)
     torch.testing.assert_close(attention(q, k, v)[0], expected, equal_nan=True)
 
 
-def test_scores_that_do_not_fit_the_caches_are_taken_in_equal_blocks() -> None:
-    def blocks(heads: int, rows: int, keys: int) -> int:
-        q, k = torch.empty(1, heads, rows, 64), torch.empty(1, heads, keys, 64)
-        return module._rows_at_once(q, k)
+def test_scores_that_do_not_fit_the_caches_are_taken_in_blocks() -> None:
+    def block(batch: int, heads: int, rows: int, keys: int) -> tuple[int, int] | None:
+        q, k = torch.empty(batch, heads, rows, 64), torch.empty(batch, heads, keys, 64)
+        return module._block(q, k)
 
-    assert blocks(12, 128, 128) == 0
-    assert blocks(8, 1500, 1500) == 125
-    assert blocks(8, 1, 1 << 20) == 0
-    assert blocks(8, 0, 16) == 0
+    assert block(1, 12, 128, 128) is None
+    assert block(1, 8, 1500, 1500) == (1, 375)
+    assert block(8, 8, 1500, 1500) == (1, 375)  # one of the batch at a time
+    assert block(32, 12, 197, 197) == (8, 197)  # as many as divide it, with all their queries
+    assert block(7, 12, 512, 512) == (1, 512)
+    assert block(1, 8, 1, 1 << 20) == (1, 1)
+    assert block(1, 8, 0, 16) is None
