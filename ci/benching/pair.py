@@ -114,9 +114,9 @@ class Pair:
 
 
 def _step(module: torch.nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a step of training but its update: of the mean square of a call's result, gradients.
+    """Give a step of training but its update: gradients, of the mean square of a call's result.
 
-    Of a parameter that nothing depends on, eager has none, where graphs have zeros.
+    For a parameter that this does not depend on, eager has none, where graphs have zeros.
     """
 
     def step(**kwargs: Any) -> Any:

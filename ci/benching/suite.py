@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benching.backends import INFERENCE
 from benching.limits import benchmark_module
 
 CI = Path(__file__).parent.parent
@@ -31,17 +30,17 @@ class Plan:
         backends: their names; `eager` is always among them.
         rounds: how often each is timed.
         seconds: of one backend in one round.
+        mode: what a call is, `INFERENCE` or `TRAINING`.
         pythons: backend -> the interpreter that has it, if it is not this one.
         options: of `torch.compile`, for our own backend.
-        mode: what a call is, `INFERENCE` or `TRAINING`.
     """
 
     backends: Sequence[str]
     rounds: int
     seconds: float
+    mode: str
     pythons: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    mode: str = INFERENCE
 
 
 @dataclass
