@@ -17,9 +17,11 @@ def parameter_name(index: int) -> str:
     return f"p{index}"
 
 
-# Functions of a module: lend it memory for what a call computes on the way, and take it back.
+# Functions of a module: lend it memory for what calls compute on the way, and take it back; and
+# memory for the results of the next call.
 LEND, TAKE_BACK = "lend$memory", "take$back"
-LENT_BYTES = "lent_bytes"  # reflected by the first: see `read_sizes`
+LEND_RESULTS, TAKE_RESULTS_BACK = "lend$results", "take$results$back"
+LENT_BYTES = "lent_bytes"  # reflected by those that lend: see `read_sizes`
 
 # A function that returns the memory in which what is made of parameters lies; it reflects what can
 # be bound anew. One that swaps the memory of a parameter that is used as it is: (memory, which).

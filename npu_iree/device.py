@@ -20,6 +20,7 @@ from torch._prims_common import make_contiguous_strides_for
 from lowering.dtypes import DTYPE_NAMES
 from npu_iree.arenas import Arenas
 from npu_iree.array import DeviceArray
+from npu_iree.blocks import Blocks
 from npu_iree.errors import DeviceError, NpuIreeError, TargetError
 from npu_iree.frozen import address_of
 from npu_iree.memory import MEMORIES, Memory
@@ -53,6 +54,7 @@ class Device:
         inline: the one that works on the calling thread, or None.
         memory: its border; `memory.count` is what the device itself has seen cross.
         arenas: what it lends to calls for what they compute on the way.
+        blocks: what it lends to calls for their results.
         order: gives the points in time after which new work of the calling thread starts; None if
             nobody has asked for such an order.
     """
@@ -69,6 +71,7 @@ class Device:
         self.inline = self._open(target.inline_driver) if target.inline_driver else None
         self.memory: Memory = MEMORIES[target.memory](self.hal)
         self.arenas = Arenas(self.memory.reserve)
+        self.blocks = Blocks(self.memory.reserve_pages)
         self._in_flight: deque[tuple[Timepoint, int]] = deque()
         self._in_flight_bytes = 0
         self._lock = threading.Lock()

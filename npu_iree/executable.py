@@ -11,16 +11,12 @@ from iree.runtime import _binding as hal
 
 from lowering.abi import (
     ENTRY,
-    LEND,
-    LENT_BYTES,
     MADE,
     PARAMETER_SCOPE,
     REBINDING,
     SWAP,
-    TAKE_BACK,
     Rebinding,
     bind_function,
-    read_sizes,
 )
 from lowering.artifact import Artifact
 from lowering.dtypes import DTYPES
@@ -30,6 +26,7 @@ from npu_iree.array import DeviceArray
 from npu_iree.device import Device
 from npu_iree.errors import DeviceError
 from npu_iree.failed_check import FailedCheck
+from npu_iree.lending import Lender
 from npu_iree.timeline import Timepoint, Work, joined, new_fence, submitted
 
 _INSTANCE = hal.VmInstance()
@@ -39,7 +36,6 @@ _View: Any = hal.HalBufferView
 # long as a thread takes to wake (on idle virtual CPUs, two of them: 25 to 60 us of each call).
 INLINE_EFFORT = 1 << 17
 _NOTED = 16  # calls, after which those that have ended are forgotten
-_MOST_ARENAS = 2  # of an executable: a call may be submitted while another is under way
 
 
 @dataclass(frozen=True)
@@ -71,10 +67,7 @@ class Executable:
         self._bound: list[Timepoint] = []
         self._calls: list[Timepoint] = []  # that may be under way, if weights can be rebound
         self.has_lost_weights = False
-        self._lend_function = lend = self._module.lookup_function(LEND)
-        self._lent_bytes = {} if lend is None else read_sizes(lend.reflection[LENT_BYTES])
-        self._lent: Arena | None = None
-        self._arenas: list[Arena] = []
+        self._lender = Lender(device, self._module)
         made = self._module.lookup_function(MADE)
         self._rebinding = Rebinding.read(made.reflection[REBINDING]) if made else Rebinding()
         self._memories: list[Any] = []  # in which lies what is made of parameters
@@ -103,38 +96,9 @@ class Executable:
             modules.append(hal.create_io_parameters_module(_INSTANCE, provider))
         queue = self._loaded(self._device.hal, modules)
         with self._lock:
-            self._queue, self._lent, self._memories = queue, None, []
+            self._queue, self._memories = queue, []
+            self._lender.begin(queue.context)
             self._bound, self._calls, self.has_lost_weights = [], [], False
-
-    def lend(self, nbytes: int, points: Sequence[Timepoint]) -> Arena | None:
-        """Lend the module memory for the call that is submitted next, if there is any for it.
-
-        The caller holds the lock, and has the arena end with the call, or gives it up.
-
-        Args:
-            nbytes: how much the call needs.
-            points: what it waits for.
-        """
-        pool, before = self._device.arenas, self._lent
-        if before is not None and before.nbytes >= nbytes and pool.lend_again(before, points):
-            return before
-        self._arenas = [arena for arena in self._arenas if arena in pool]
-        arena = pool.lend(nbytes, points, may_be_new=len(self._arenas) < _MOST_ARENAS)
-        if arena is not None:
-            memory = hal.VmVariantList(1)
-            memory.push_ref(arena.buffer)
-            self._queue.context.invoke(self._lend_function, memory, hal.VmVariantList(0))
-            self._arenas = [arena, *(a for a in self._arenas if a is not arena)][:_MOST_ARENAS]
-        elif before is not None:
-            take_back = self._module.lookup_function(TAKE_BACK)
-            self._queue.context.invoke(take_back, hal.VmVariantList(0), hal.VmVariantList(0))
-        self._lent = arena
-        return arena
-
-    def give_up(self, arena: Arena) -> None:
-        """Lend an arena no more: IREE has refused the call that it was for."""
-        self._device.arenas.give_up(arena)
-        self._arenas = [a for a in self._arenas if a is not arena]
 
     def _loaded(self, device: Any, modules: Sequence[Any] = ()) -> _Lane:
         hal_module = hal.create_hal_module(_INSTANCE, device)
@@ -266,12 +230,12 @@ class Function:
         self.work = Work(called, ops)
         self.declaration: str = function.reflection.get("iree.abi.declaration", "")
         self._executable = executable
+        self._name = name
         self._device = executable._device
         self._function = function
         self._outputs = [(DTYPES[s.dtype], _static(s)) for s in entry.signature.outputs]
         self._arity = len(entry.signature.inputs) + 2  # and both fences
         self._signature = entry.signature
-        self._lent_bytes = executable._lent_bytes.get(name, 0)
 
     def __call__(
         self, *args: DeviceArray | int | float | bool, is_small: bool = False
@@ -348,16 +312,14 @@ class Function:
         try:
             with executable._lock:
                 ahead = executable.begin(inputs, points, signal)
-                if lane is not executable._inline:
+                if lane is executable._inline:
+                    lane.context.invoke(self._function, inputs, results)
+                else:
                     lane = executable._queue  # which another thread may have loaded anew
-                    arena = executable.lend(self._lent_bytes, points) if self._lent_bytes else None
-                lane.context.invoke(self._function, inputs, results)
+                    call = self._name, self._function, inputs, results
+                    arena = executable._lender.invoke(*call, points)
                 executable.note(Timepoint(signal, self.work))
-        except BaseException as error:
-            if arena is not None:
-                executable.give_up(arena)
-            if not isinstance(error, RuntimeError):
-                raise
+        except RuntimeError as error:
             for point in points:  # what has failed already fails this, and tells better why
                 point.is_reached()
             raise DeviceError(self.work.name, self.work.ops, str(error)) from error

@@ -81,6 +81,48 @@ class Memory(Protocol):
             OSError, MemoryError, RuntimeError: there is not so much memory.
         """
 
+    def reserve_pages(self, nbytes: int) -> Pages | None:
+        """Return memory for results; None: the device's allocator has better.
+
+        Raises:
+            OSError, MemoryError: there is not so much memory.
+        """
+
+
+class Pages:
+    """Memory of this process: large pages where the system has them, backed when written to.
+
+    Attributes:
+        nbytes: how much.
+    """
+
+    def __init__(self, device: Any, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._device = device
+        whole = -(-nbytes // _LARGE_PAGE) * _LARGE_PAGE + _LARGE_PAGE
+        is_private = hasattr(mmap, "MAP_PRIVATE")
+        flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if is_private else {}
+        self._map = mmap.mmap(-1, whole, **flags)
+        start = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+        self._address = start + -start % _LARGE_PAGE
+        self.advise("MADV_HUGEPAGE")
+
+    def buffer(self, owner: object) -> Any:
+        """Return a HAL buffer of all of it, which keeps `owner` alive, and so do its views."""
+        memory = torch.frombuffer(bytes_at(self._address, self.nbytes, owner), dtype=torch.uint8)
+        # From IREE's `import_host_allocation`, views would not keep it alive.
+        return self._device.from_dlpack_capsule(torch._C._to_dlpack(memory)).get_buffer()
+
+    def release(self) -> None:
+        """Give the pages back to the system; what is written later gets new ones."""
+        self.advise("MADV_DONTNEED")
+
+    def advise(self, advice: str) -> None:
+        """Tell the system what it is for, if it can be told, and knows of such advice."""
+        if hasattr(mmap, advice):
+            with contextlib.suppress(OSError):  # a kernel without large pages
+                self._map.madvise(getattr(mmap, advice))
+
 
 class UnifiedMemory:
     """Host memory is device memory: importing and exporting hand over the same bytes."""
@@ -114,12 +156,14 @@ class UnifiedMemory:
         return _bytes_of(tensor)
 
     def reserve(self, nbytes: int) -> tuple[Any, Callable[[], None]]:
-        """Return memory of this process, in large pages where the system has them."""
-        pages = _reserved(-(-nbytes // _LARGE_PAGE) * _LARGE_PAGE + _LARGE_PAGE)
-        whole = torch.frombuffer(pages, dtype=torch.uint8)
-        memory = whole[-whole.data_ptr() % _LARGE_PAGE :][:nbytes]
-        view = self._device.from_dlpack_capsule(torch._C._to_dlpack(memory))
-        return view.get_buffer(), lambda: _advise(pages, "MADV_DONTNEED")
+        """Return memory of this process that no child has."""
+        pages = Pages(self._device, nbytes)
+        pages.advise("MADV_DONTFORK")  # what is shared loses its large pages
+        return pages.buffer(pages), pages.release
+
+    def reserve_pages(self, nbytes: int) -> Pages:
+        """Return memory of this process."""
+        return Pages(self._device, nbytes)
 
 
 class DiscreteMemory:
@@ -179,29 +223,15 @@ class DiscreteMemory:
         buffer = self._allocator.allocate_buffer(_DEVICE_LOCAL, _DEVICE_USAGE, nbytes)
         return buffer, lambda: None
 
+    def reserve_pages(self, nbytes: int) -> None:
+        """Leave it to the device."""
+
     def _staging(self, nbytes: int) -> Any:
         return self._allocator.allocate_buffer(_STAGING, _STAGING_USAGE, nbytes)
 
     def _as_tensor(self, staging: Any, nbytes: int) -> torch.Tensor:
         view = hal.HalBufferView(staging, [nbytes], int(hal.HalElementType.UINT_8))
         return torch.utils.dlpack.from_dlpack(self._device.create_dlpack_capsule(view, 1, 0))
-
-
-def _reserved(nbytes: int) -> mmap.mmap:
-    """Return memory that the system backs when it is written to."""
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, nbytes)
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    _advise(pages, "MADV_HUGEPAGE")
-    _advise(pages, "MADV_DONTFORK")  # no child uses it; what is shared loses its large pages
-    return pages
-
-
-def _advise(pages: mmap.mmap, advice: str) -> None:
-    """Tell the system what memory is for, if it can be told, and knows of such advice."""
-    if hasattr(mmap, advice):
-        with contextlib.suppress(OSError):  # a kernel without large pages
-            pages.madvise(getattr(mmap, advice))
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:

@@ -155,6 +155,7 @@ def empty_cache() -> None:
     """Give back what calls compute on the way with, and none uses now; what a handle held is."""
     if CURRENT.device is not None and not _is_in_bad_fork():
         CURRENT.device.arenas.release()
+        CURRENT.device.blocks.release()
 
 
 def manual_seed(seed: int) -> None:

@@ -15,7 +15,14 @@ import torch
 from iree.runtime import _binding as hal
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lowering.abi import LEND, LENT_BYTES, TAKE_BACK, read_sizes
+from lowering.abi import (
+    LEND,
+    LEND_RESULTS,
+    LENT_BYTES,
+    TAKE_BACK,
+    TAKE_RESULTS_BACK,
+    read_sizes,
+)
 from lowering.capabilities import load_capabilities
 from lowering.capture import capture_aot
 from lowering.decompositions import decomposition_table
@@ -613,6 +620,23 @@ def test_a_module_is_lent_what_its_entry_point_allocates(lowered: Lower) -> None
         if is_lent:
             (nbytes,) = read_sizes(function.reflection[LENT_BYTES]).values()
             assert nbytes >= rows * 512 * 4
+
+
+def test_a_module_is_lent_memory_for_its_results(lowered: Lower) -> None:
+    """Once, if they are much: the next call has none of it."""
+
+    def grown(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x[:, None] * x, x + 1
+
+    for size, is_lent in ((2048, True), (256, False)):
+        region = region_of(grown, torch.zeros(size))
+        vmfb = compile_program(Program.of(region), NPU_LOCAL.compile).vmfb
+        module = hal.VmModule.copy_buffer(hal.VmInstance(), vmfb)
+        function = module.lookup_function(LEND_RESULTS)
+        assert (function is not None) == is_lent == (TAKE_RESULTS_BACK in module.function_names)
+        if is_lent:
+            (nbytes,) = read_sizes(function.reflection[LENT_BYTES]).values()
+            assert nbytes >= (size * size + size) * 4
 
 
 def test_what_does_not_wait_for_the_call_is_not_lent(lowered: Lower) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import mmap
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -91,7 +93,7 @@ def test_calls_under_way_at_once_have_memory_of_their_own(
         held = []
         for handle in handles:
             held += function(handle)
-            lent.append(executable._lent)
+            lent.append(executable._lender._lent)
     assert len({*filter(None, lent)}) == len([*filter(None, lent)]) >= 1
     later = [function(handle)[0] for handle in handles]
     expected = [chain(x), chain(2 * x)] * 8
@@ -150,7 +152,7 @@ def test_a_chain_of_calls_has_one_arena(device: npu_iree.Device, compile_functio
     for _ in range(6):
         (handle,) = executable.functions["main"](handle)
         expected = step(expected)
-    assert len(executable._arenas) == 1
+    assert len(executable._lender._arenas) == 1
     assert_same(handle.to_host(timeout_s=30), expected)
 
 
@@ -172,6 +174,125 @@ def test_released_memory_is_there_again_in_the_next_call(device: npu_iree.Device
     assert device.arenas.nbytes == 0
     assert_same(fast(y), chain(y))
     assert device.arenas.nbytes >= 4 * MIB
+
+
+def several(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What is returned takes 8 MiB, and lies side by side."""
+    product = x @ x / 32
+    return product, product.relu() + x, product.amax(0)
+
+
+@pytest.fixture
+def local() -> npu_iree.Device:
+    gc.collect()
+    opened = npu_iree.open_device("npu-local")
+    opened.blocks.release()
+    return opened
+
+
+def test_results_have_the_memory_of_those_that_are_gone(local: npu_iree.Device) -> None:
+    fast = compiled(several, local)
+    addresses = set()
+    for x in images():
+        results = fast(x)
+        addresses.add(results[0].data_ptr())
+        assert_same(results, several(x))
+        assert local.blocks.nbytes >= 8 * MIB
+        del results
+    assert len(addresses) == 1
+
+
+def test_results_that_somebody_holds_stay_as_they_are(local: npu_iree.Device) -> None:
+    """One of several, a view of one, an array of NumPy's: the others' memory lies beside."""
+    fast, inputs = compiled(several, local), images()
+    last = fast(inputs[0])[2]
+    part = fast(inputs[1])[1][3:5, ::7]
+    array = fast(inputs[2])[0].numpy()
+    for x in [*images(), *images()]:
+        assert_same(fast(x), several(x))
+    assert_same(last, several(inputs[0])[2])
+    assert_same(part, several(inputs[1])[1][3:5, ::7])
+    assert_same(torch.from_numpy(array), several(inputs[2])[0])
+
+
+def test_results_that_are_written_to_are_the_callers(local: npu_iree.Device) -> None:
+    fast, (x, y, _) = compiled(several, local), images()
+    first = fast(x)[0]
+    first.zero_()
+    assert_same(fast(y), several(y))
+    assert not first.any()
+
+
+def test_results_of_calls_under_way_at_once_have_memory_of_their_own(
+    local: npu_iree.Device, compile_function: Compile
+) -> None:
+    x = images()[0]
+    function = executable_of(compile_function(several, x)).functions["main"]
+    handles = [local.put(value) for value in (x, 2 * x)]
+    with local.hold():
+        calls = [function(handle) for handle in handles * 3]
+        for call in calls[2:4]:
+            call.clear()  # nobody wants them any more; the device does, until it is done
+        calls += [function(handle) for handle in handles]
+    for call, value in zip(calls, [x, 2 * x] * 4, strict=True):
+        for handle, expected in zip(call, several(value), strict=False):
+            assert_same(handle.to_host(timeout_s=30), expected)
+
+
+def test_a_refused_call_holds_no_memory_for_results(
+    local: npu_iree.Device, compile_function: Compile
+) -> None:
+    x = images()[0]
+    function = executable_of(compile_function(several, x)).functions["main"]
+    handle, wrong = local.put(x), local.put(x[:1])
+    address = function(handle)[0].to_host(timeout_s=30).data_ptr()
+    for _ in range(3):
+        with pytest.raises(ValueError, match="shape"):
+            function(wrong)
+    result = function(handle)[0].to_host(timeout_s=30)
+    assert result.data_ptr() == address
+    assert_same(result, several(x)[0])
+
+
+def test_results_outlive_what_was_compiled(local: npu_iree.Device) -> None:
+    before = local.blocks.nbytes
+    fast, (x, *_) = compiled(several, local), images()
+    product = fast(x)[0]
+    del fast
+    torch._dynamo.reset()
+    gc.collect()
+    assert local.blocks.nbytes >= before + 8 * MIB
+    assert_same(product, several(x)[0])
+    del product
+    gc.collect()
+    assert local.blocks.nbytes == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
+def test_results_are_there_in_a_forked_child(local: npu_iree.Device) -> None:
+    """A loader's workers, say, may have the results of a call."""
+    x = images()[0]
+    product = compiled(several, local)(x)[0].numpy()  # which has no threads that a child lacks
+    total = product.sum()
+    if not (child := os.fork()):
+        os._exit(0 if product.sum() == total else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_gradients_stay_from_step_to_step(local: npu_iree.Device) -> None:
+    """What was saved for one step's backward pass is the next one's memory; gradients add up."""
+    layers = [torch.nn.Linear(1024, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 1024)]
+    eager = torch.nn.Sequential(*layers)
+    model = copy.deepcopy(eager)
+    fast = torch.compile(model, backend="npu_iree")
+    for step, x in enumerate(images()):
+        for module in (eager, fast):
+            (module(x) ** 2).mean().backward()
+        for mine, other in zip(model.parameters(), eager.parameters(), strict=True):
+            assert_same(mine.grad, other.grad)
+        if step == 1:
+            for module in (eager, model):
+                module.zero_grad()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
