@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lowering.cpu import best_for
+from lowering.stages.barrier import put_barriers
 from lowering.stages.dispatch_work import walk
 from lowering.stages.factors import (
     TO_FLOAT,
@@ -18,11 +19,17 @@ from lowering.stages.factors import (
     shapes_of,
     transposed,
 )
+from lowering.stages.structured import RESHAPES, is_elementwise
 from lowering.stages.symbols import maker_of
 from lowering.stages.templates import replace_by, tensor
 
+_LOOPS = {  # of the matrix, the other factor, and the result
+    "linalg.matvec": ("nk", "k", "n"),
+    "linalg.matmul": ("kn", "mk", "mn"),
+    "linalg.batch_matmul": ("hkn", "hmk", "hmn"),
+}
 _LANES = 16  # floats of a cache line
-_MOST_ROWS = 4
+_MOST_ROWS, _MOST_ROWS_OF_STACK = 8, 4  # of one product, and of each of a batch
 # Sums at a time, in cache lines: half of the registers (32 of 64 bytes, 16 of 32 bytes).
 _SUMS = {frozenset({"avx512f"}): 16, frozenset[str](): 4}
 _SIDE_BY_SIDE = range(3, 9)  # columns at a time, if each is a row in memory
@@ -76,7 +83,7 @@ func.func private @product(%w: {w}, %x: {x}, %start: {y}) -> {y} {{
 
 
 def mark_few_rows(function: Any) -> None:
-    """Mark the products of floats that read a matrix for at most 4 rows of the other factor.
+    """Mark the products of floats that read a matrix for a few rows of the other factor.
 
     As reductions of one loop, they take what is computed of their results into their device
     programs, and nothing is packed; how they are read is written when these are formed
@@ -90,12 +97,41 @@ def mark_few_rows(function: Any) -> None:
 
     Before: %y = linalg.batch_matmul ins(%x, linalg.transpose %w)             with %w of [H, N, K]
     After:  %y[h, m, n] = sum over k of %w[h, n, k] * %x[h, m, k]
+
+    And so for linalg.matmul, without the loop h. A weight that is bound is left alone: packed once,
+    at load, it is read as one stream; in training it is an argument, and would be packed in each
+    call, which takes several times as long as to read it.
     """
     for op in list(function.regions[0].blocks[0].operations):
         found = _product_of(op)
         if found is not None and found[0].can_be_read():
             product, arguments = found
-            replace_by(op, product.as_reduction(), arguments)
+            _read_by_as_many(replace_by(op, product.as_reduction(), arguments))
+
+
+def _read_by_as_many(value: Any) -> None:
+    """Put a barrier before what repeats a product, as it is or after other ops.
+
+    IREE would have it in the product's program, in a loop that the product's tiles leave whole
+    ("large vector sizes"): the gradient of `linear(x[:, 0])`, say, among zeros for all of `x`.
+    """
+    values, seen = [value], [value]
+    while values:
+        value = values.pop()
+        for use in list(value.uses):
+            user = use.owner.operation
+            if not (user.name in RESHAPES or is_elementwise(user)):
+                continue
+            if any(_size(result) > _size(value) for result in user.results):
+                put_barriers(user, [use.operand_number])
+            else:
+                new = [result for result in user.results if result not in seen]
+                values += new
+                seen += new
+
+
+def _size(value: Any) -> int:
+    return math.prod(value.type.shape)
 
 
 def read_by_rows(module: Any, features: Collection[str]) -> None:
@@ -164,7 +200,8 @@ class _Product:
             return False
         line, column = self.w[-1], columns[-1]
         is_known = line in (column, "k") and all(self.steps.values()) and self.steps[column] > 1
-        return is_known and self.steps[line] % _LANES == 0 and self._rows <= _MOST_ROWS
+        most = _MOST_ROWS if len(self.w) == 2 else _MOST_ROWS_OF_STACK
+        return is_known and self.steps[line] % _LANES == 0 and self._rows <= most
 
     def is_by_rows(self) -> bool:
         """Say whether the numbers that are added up lie side by side in the matrix."""
@@ -213,8 +250,9 @@ class _Product:
                 columns // at_once, _ITEM // self.steps["k"] // at_once
             )
         else:
-            item = at_once = math.gcd(columns, _ACROSS, sums * _LANES)
-            rows = _largest_divisor(rows, sums * _LANES // at_once)
+            item = math.gcd(columns, _ACROSS)
+            lines = 1 << (sums // rows).bit_length() - 1
+            at_once = math.gcd(item, lines * _LANES)
         whole = {i: self.steps[i] for i in self._row_loops}
         items = {**whole, column: item}
         tiles = {**dict.fromkeys(whole, rows), column: at_once}
@@ -261,23 +299,25 @@ class _Product:
 def _product_of(op: Any) -> tuple[_Product, list[Any]] | None:
     """Return a product, its matrix, other factor and start; None if an op is no such product."""
     name = op.operation.name
-    if name not in ("linalg.matvec", "linalg.batch_matmul") or (shapes := shapes_of(op)) is None:
+    if name not in _LOOPS or (shapes := shapes_of(op)) is None:
         return None
     if name == "linalg.matvec":
         w, x, start = op.operands
         if (narrow := bytes_of(w)) is not None:
             w = narrow
         dtype = str(w.type.element_type)
-        return _Product.of(("nk", "k", "n"), shapes, dtype), [w, x, start]
-    if not is_plain(op.operation, rank=3):
-        return None
+        return _Product.of(_LOOPS[name], shapes, dtype), [w, x, start]
     x, w, start = op.operands
-    product = _Product.of(("hkn", "hmk", "hmn"), (shapes[1], shapes[0], shapes[2]), "f32")
-    if (source := transposed(w, rank=3)) is not None:
-        return replace(product, w="hnk"), [source, x, start]
-    if is_weight(w):  # packed once, at load, it is read as one stream
+    rank = len(shapes[0])
+    source = transposed(w, rank)
+    is_bound = is_weight(w) or (rank == 2 and source is not None and is_weight(source))
+    if is_bound or not is_plain(op.operation, rank):
         return None
-    return product, [w, x, start]
+    product = _Product.of(_LOOPS[name], (shapes[1], shapes[0], shapes[2]), "f32")
+    if source is None:
+        return product, [w, x, start]
+    swapped = product.w[:-2] + product.w[:-3:-1]
+    return replace(product, w=swapped), [source, x, start]
 
 
 def _marked(op: Any) -> _Product | None:

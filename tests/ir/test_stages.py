@@ -488,6 +488,21 @@ def test_products_of_few_rows_pack_nothing(
     assert count("compilation_info = ", flow) > 0
 
 
+@pytest.mark.parametrize("is_transposed", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "weights", "are_few"), [(8, 0, True), (9, 0, False), (2, 1, False)]
+)
+def test_only_what_is_bound_is_packed_for_few_rows(
+    lowered: Lower, rows: int, weights: int, are_few: bool, is_transposed: bool
+) -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x @ (w.t() if is_transposed else w)
+
+    args = torch.zeros(rows, 64), torch.zeros(64, 64)
+    flow = lowered(function, *args, weights=weights)["linalg-to-flow"]
+    assert (count(r"math\.fma", flow) == 1) == are_few
+
+
 _SUM = """
 func.func @sum(%w: tensor<64x64x{kind}>, %x: tensor<64x{kind}>, %y: tensor<64x{kind}>)
     -> tensor<64x{kind}> {{

@@ -37,6 +37,40 @@ def test_what_follows_a_product_with_a_vector(
     torch.testing.assert_close(compiled(*args), function(*args), rtol=1e-4, atol=1e-4)
 
 
+# Of `y`, `[M, N]`, the result of a product, and `z`, `[5, N]`.
+MORE_FOLLOWERS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "a row": lambda y, z: gelu(y + z[0]),
+    "among zeros": lambda y, z: pad(y[:, None], (0, 0, 0, 6)) * z[0],
+    "among zeros, added up": lambda y, z: pad(y[:, None].relu(), (0, 0, 2, 126)).sum(-1),
+    "broadcast": lambda y, z: ((y * 2 + 1)[:, None] * z, y.relu()[..., None].expand(-1, -1, 40)),
+    "reductions": lambda y, z: (softmax(y, -1), layer_norm(y, y.shape[-1:]), y.sum(0)),
+    "a product": lambda y, z: linear(y.tanh(), z),
+    "the other way round": lambda y, z: y.t().relu(),
+}
+
+
+@pytest.mark.parametrize("follow", MORE_FOLLOWERS.values(), ids=MORE_FOLLOWERS)
+@pytest.mark.parametrize(
+    ("rows", "width", "columns"),
+    [(1, 64, 48), (2, 48, 10), (3, 256, 768), (5, 32, 80), (7, 80, 128), (8, 16, 16), (9, 64, 48)],
+)
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_products_of_few_rows_with_arguments(
+    follow: Callable[[torch.Tensor, torch.Tensor], Any],
+    rows: int,
+    width: int,
+    columns: int,
+    is_transposed: bool,
+) -> None:
+    def function(x: torch.Tensor, w: torch.Tensor, z: torch.Tensor) -> Any:
+        return follow(x @ (w.t() if is_transposed else w), z)
+
+    shape = (columns, width) if is_transposed else (width, columns)
+    args = torch.randn(rows, width), torch.randn(shape), torch.randn(5, columns)
+    compiled = torch.compile(function, backend="npu_iree", options={"fallback": "error"})
+    torch.testing.assert_close(compiled(*args), function(*args), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("rows", [1, 7, 8, 257])
 def test_products_with_vectors_that_follow_one_another(rows: int) -> None:
     def function(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
