@@ -113,11 +113,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, window: Window) -> Any:
         tiles = aten.view.default(whole, [count, rows, height, columns, width, channels])
         apart = tiles.permute(0, 1, 3, 2, 4, 5).contiguous()
         seen = aten.view.default(apart, [count, rows, columns, places * channels])
-    elif (
-        len(sizes) == 1
-        or places == 1
-        or (are_known(sizes) and places <= MOST_PLACES and _is_worth_writing(x, sizes, places))
-    ):
+    elif len(sizes) == 1 or places == 1 or is_worth_writing(x, sizes, places):
         pieces = windows(x, window)
         seen = torch.cat(pieces, -1) if len(pieces) > 1 else pieces[0]
     else:
@@ -125,8 +121,16 @@ def _product(x: torch.Tensor, weight: torch.Tensor, window: Window) -> Any:
     return multiplied(seen, weight)
 
 
-def _is_worth_writing(x: torch.Tensor, sizes: Sequence[int], places: int) -> bool:
-    """Say whether all that windows of images see is to be written out."""
+def is_worth_writing(x: torch.Tensor, sizes: Sequence[int], places: int) -> bool:
+    """Say whether all that windows of images see is to be written out.
+
+    Args:
+        x: the images.
+        sizes: how high and wide they are.
+        places: of a window.
+    """
+    if not are_known(sizes) or places > MOST_PLACES:
+        return False
     if x.dtype in HALVES:
         return are_known(x.shape) and places * x.numel() * x.element_size() <= _MOST_BYTES_OF_HALVES
     return math.prod(sizes) <= _SMALL_IMAGE

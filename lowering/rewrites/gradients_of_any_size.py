@@ -17,7 +17,7 @@ import torch
 
 from lowering.decompositions.convolution import flipped
 from lowering.decompositions.halves import widened
-from lowering.rewrites.convolutions import convolution
+from lowering.rewrites.convolutions import convolution, is_worth_writing
 from lowering.rewrites.recorder import part_of
 from lowering.rewrites.windows import Window, to_first, to_last
 from lowering.sizes import are_empty, are_known
@@ -94,7 +94,9 @@ def gradient_of_input(
     Returns:
         `[N, C, ...]`.
     """
-    if math.prod(window.stride) > 1:
+    is_plain = math.prod(window.stride) == groups == 1
+    is_product = is_plain and is_worth_writing(gradient, x.shape[2:], math.prod(window.kernel))
+    if math.prod(window.stride) > 1 or is_product:  # which need no flipped weight
         return _by_phases(gradient, x, weight, window, groups)
     rank = x.dim() - 2
     amounts: list[int] = []
@@ -230,42 +232,50 @@ def _by_phases(
         amounts = [0, 0, left, right, *amounts[2:]]
         seeing.append([[(place, offset + left) for place, offset in found] for found in of_dim])
     padded = _padded(gradient.permute(to_last(x.dim())), amounts)
+    rank = len(stride)
+    by_place = weight.permute(*range(2, 2 + rank), 0, 1).contiguous().flatten(0, rank - 1)
     phases = []
     for found in itertools.product(*seeing):
         pieces, places = [], []
         for chosen in itertools.product(*found):
-            piece, places_of = padded, weight
-            for i, (place, offset) in enumerate(chosen):
+            piece = padded
+            for i, (_, offset) in enumerate(chosen):
                 piece = part_of(piece, 1 + i, offset, sizes[i])
-                places_of = places_of.select(2, place)
             pieces.append(piece)
-            places.append(places_of)
+            places.append(_row_of([place for place, _ in chosen], window.kernel))
         if pieces:
-            phases.append(_products_of_places(pieces, places, groups))
+            phases.append(_products_of_places(pieces, _chosen(by_place, places), groups))
         else:  # between windows
             all_sizes = [x.shape[0], *sizes, x.shape[1]]
             phases.append(aten.full.default(all_sizes, 0.0, dtype=gradient.dtype))
     return _interleaved(phases, stride, x)
 
 
+def _chosen(rows: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+    """Give some rows, in order; all of them as they are."""
+    if [*places] == [*range(rows.shape[0])]:
+        return rows
+    return torch.cat([rows.narrow(0, place, 1) for place in places])
+
+
 def _products_of_places(
-    pieces: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], groups: int
+    pieces: Sequence[torch.Tensor], weights: torch.Tensor, groups: int
 ) -> torch.Tensor:
-    """Sum what each place saw, [N, ..., F], times its weight, [F, C / groups]: [N, ..., C]."""
+    """Sum what each of K places saw, [N, ..., F], times its weight, of [K, F, C / groups]."""
     *places, features = pieces[0].shape
-    channels = weights[0].shape[1] * groups
+    channels = weights.shape[2] * groups
     if groups == features == channels:
-        pairs = zip(pieces, weights, strict=True)
-        return functools.reduce(torch.add, [piece * w.squeeze(1) for piece, w in pairs])
+        pairs = zip(pieces, weights.squeeze(2).unbind(0), strict=True)
+        return functools.reduce(torch.add, [piece * w for piece, w in pairs])
     rows, width = math.prod(places), features // groups
     if groups == 1:
         flat = aten.view.default(torch.cat([*pieces], -1), [rows, len(pieces) * width])
-        y = torch.mm(flat, torch.cat([*weights], 0))
+        y = torch.mm(flat, weights.flatten(0, 1))
     else:
         apart = [*places, groups, width]
         seen = torch.cat([aten.view.default(p.contiguous(), apart) for p in pieces], -1)
         flat = aten.view.default(seen, [rows, groups, len(pieces) * width])
-        of_group = torch.cat([w.reshape(groups, width, -1) for w in weights], 1)
+        of_group = torch.cat([w.reshape(groups, width, -1) for w in weights.unbind(0)], 1)
         y = torch.bmm(flat.permute(1, 0, 2), of_group).permute(1, 0, 2).contiguous()
     whole: torch.Tensor = aten.view.default(y, [*places, channels])
     return whole
