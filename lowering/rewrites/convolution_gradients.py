@@ -49,8 +49,8 @@ def convolution_backward(
     """Rewrite `aten.convolution_backward` of what `convolution` writes as a product.
 
     Of images, the input's gradient is a convolution of the gradient with the flipped weight, or,
-    with strides, several products (`gradient_of_input`). What is best left to torch-mlir
-    (`_MOST_BYTES_OF_WINDOWS`) stays a `convolution_backward`.
+    with strides or of small ones, a product or several (`gradient_of_input`). What is best left to
+    torch-mlir (`_MOST_BYTES_OF_WINDOWS`) stays a `convolution_backward`.
 
     Before: %gx, %gw, %gb = convolution_backward(%g, %x, %w, ...)             with %g of [N, F, M]
     After:  %gw = sum over N of matmul(%g, permute(%c, [0, 2, 1])), with %c as in `convolution`

@@ -152,7 +152,7 @@ def reset_warnings() -> None:
 
 
 def empty_cache() -> None:
-    """Give back what calls compute on the way with, and none uses now; what a handle held is."""
+    """Give back memory to compute in that no call uses now, and that of results that are gone."""
     if CURRENT.device is not None and not _is_in_bad_fork():
         CURRENT.device.arenas.release()
         CURRENT.device.blocks.release()

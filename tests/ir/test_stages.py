@@ -56,6 +56,12 @@ def region_of(function: Callable[..., Any], *args: torch.Tensor, weights: int = 
     return extract_region(segment, captured.weights)
 
 
+def loaded(region: Region) -> Any:
+    """IREE's module of a region, for the default target."""
+    vmfb = compile_program(Program.of(region), NPU_LOCAL.compile).vmfb
+    return hal.VmModule.copy_buffer(hal.VmInstance(), vmfb)
+
+
 @pytest.fixture
 def lowered(tmp_path: Path) -> Lower:
     """Compile a function and give the dump of each stage by its name."""
@@ -628,8 +634,7 @@ def test_a_module_is_lent_what_its_entry_point_allocates(lowered: Lower) -> None
 
     for rows, is_lent in ((1024, True), (8, False)):
         region = region_of(chain, torch.zeros(rows, 512), torch.zeros(512, 512), weights=1)
-        vmfb = compile_program(Program.of(region), NPU_LOCAL.compile).vmfb
-        module = hal.VmModule.copy_buffer(hal.VmInstance(), vmfb)
+        module = loaded(region)
         function = module.lookup_function(LEND)
         assert (function is not None) == is_lent == (TAKE_BACK in module.function_names)
         if is_lent:
@@ -645,8 +650,7 @@ def test_a_module_is_lent_memory_for_its_results(lowered: Lower) -> None:
 
     for size, is_lent in ((2048, True), (256, False)):
         region = region_of(grown, torch.zeros(size))
-        vmfb = compile_program(Program.of(region), NPU_LOCAL.compile).vmfb
-        module = hal.VmModule.copy_buffer(hal.VmInstance(), vmfb)
+        module = loaded(region)
         function = module.lookup_function(LEND_RESULTS)
         assert (function is not None) == is_lent == (TAKE_RESULTS_BACK in module.function_names)
         if is_lent:
@@ -662,6 +666,5 @@ def test_what_does_not_wait_for_the_call_is_not_lent(lowered: Lower) -> None:
         return torch.softmax(t @ t, -1) @ t
 
     region = region_of(of_weights, torch.zeros(1024), weights=1)
-    vmfb = compile_program(Program.of(region), NPU_LOCAL.compile).vmfb
-    module = hal.VmModule.copy_buffer(hal.VmInstance(), vmfb)
+    module = loaded(region)
     assert LEND not in module.function_names
