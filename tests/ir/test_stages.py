@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 from collections import Counter
@@ -288,7 +289,7 @@ def test_a_product_is_computed_by_tiles_where_that_is_faster(
     [
         ("sapphirerapids", 64, 28, {}, {28: 1}),
         ("sapphirerapids", 64, 56, {"stride": 2}, {28: 1}),
-        ("sapphirerapids", 64, 26, {"dilation": (2, 1), "padding": (2, 1)}, {}),
+        ("sapphirerapids", 64, 26, {"dilation": (2, 1), "padding": (2, 1)}, {26: 1}),
         ("sapphirerapids", 64, 37, {}, {}),  # no whole number of blocks
     ],
 )
@@ -668,3 +669,30 @@ def test_what_does_not_wait_for_the_call_is_not_lent(lowered: Lower) -> None:
     region = region_of(of_weights, torch.zeros(1024), weights=1)
     module = loaded(region)
     assert LEND not in module.function_names
+
+
+@pytest.mark.parametrize(
+    ("cpu", "images", "places", "block"),
+    [
+        ("skylake-avx512", 64, 3, (4, 3)),
+        ("skylake-avx512", 3, 7, (1, 7)),
+        ("haswell", 64, 3, (2, 3)),
+        ("skylake-avx512", 17, 3, None),
+    ],
+)
+def test_a_block_is_of_several_images_where_rows_are_narrow(
+    lowered: Lower, cpu: str, images: int, places: int, block: tuple[int, int] | None
+) -> None:
+    """The gradient of a weight is such a convolution."""
+    tensors = torch.zeros(images, 4, 10, 7 + places), torch.zeros(64, 4, 8, 8)
+    with convolution(lowered, cpu, *tensors, {"dilation": 1}, weights=0) as (session, module):
+        session.compile(module, begin="flow", end="executable-configurations")
+        with session.context:
+            block_convolutions(module, session.features)
+            found = re.findall(r"vector_common_parallel = \[(\d+), 1, (\d+), (\d+), 0", str(module))
+        columns = "16" if cpu == "haswell" else "32"
+        assert (block is not None) == (found == [(*map(str, block or ()), columns)])
+        session.compile(module, begin="executable-configurations", end="executable-targets")
+        if block is not None:
+            multiplied = re.findall(r"llvm\.intr\.fmuladd\(.*(vector<\d+xf32>)", str(module))
+            assert Counter(multiplied) == {f"vector<{columns}xf32>": math.prod(block)}
