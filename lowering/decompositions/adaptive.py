@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from lowering.decompositions.pooling import are_pooled, given_back
+from lowering.decompositions.maxima import given_back
+from lowering.decompositions.pooling import are_pooled
 
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole

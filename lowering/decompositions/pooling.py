@@ -1,4 +1,4 @@
-"""Pooling that torch-mlir or IREE do not compile, and what flows back through it.
+"""Average pooling that torch-mlir or IREE do not compile, and what flows back through it.
 
 torch-mlir refuses some windows that hang over the end (`ceil_mode`); where an end is never read and
 the window stands in one place, IREE finds the sizes at odds with each other, as for convolutions.
@@ -16,51 +16,10 @@ import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lowering.decompositions.convolution import spread_all, unread
-from lowering.sizes import are_known, is_static, of_each
+from lowering.sizes import are_known, of_each
 
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
-
-
-def max_pool2d(
-    x: torch.Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int] = (),
-    padding: Sequence[int] = (0,),
-    dilation: Sequence[int] = (1,),
-    ceil_mode: bool = False,
-) -> Any:
-    """Decompose `aten.max_pool2d_with_indices` so that its windows cover the padded input exactly.
-
-    Before: max_pool2d_with_indices(%x, 3, 2, 1)                       with %x of [N, C, 2, 2]
-    After:  %1 = constant_pad_nd(%x, [1, 0, 1, 0], -inf); max_pool2d_with_indices(%1, 3, 2, 0), and
-            its indices counted in %x again
-    """
-    if not is_static(x) or 0 in x.shape:
-        return _UNCHANGED
-    stride = stride or kernel_size
-    kernel, steps, pads, apart = (of_each(v, 2) for v in (kernel_size, stride, padding, dilation))
-    sizes = [int(size) for size in x.shape[-2:]]
-    amounts, is_irregular = [], ceil_mode or x.dim() == 3
-    for size, k, step, pad, d in zip(sizes, kernel, steps, pads, apart, strict=True):
-        count = _places(size, k, step, pad, d, ceil_mode)
-        covered = (count - 1) * step + d * (k - 1) + 1
-        amounts.append((pad, covered - size - pad))
-        is_irregular |= count == 1 and covered < size + 2 * pad
-    if not is_irregular:
-        return _UNCHANGED
-    batch = x if x.dim() == 4 else x.unsqueeze(0)
-    padded = aten.constant_pad_nd.default(batch, [*amounts[1], *amounts[0]], _lowest(x.dtype))
-    values, indices = aten.max_pool2d_with_indices.default(padded, kernel, steps, [0, 0], apart)
-    width = padded.shape[-1]
-    rows = torch.div(indices, width, rounding_mode="floor")
-    columns = indices - rows * width
-    row, column = (
-        _place(place - before, d, size)
-        for place, (before, _), d, size in zip((rows, columns), amounts, apart, sizes, strict=True)
-    )
-    indices = row * sizes[1] + column
-    return (values, indices) if x.dim() == 4 else (values.squeeze(0), indices.squeeze(0))
 
 
 def avg_pool2d(
@@ -86,7 +45,7 @@ def avg_pool2d(
     once = []
     for i, size in enumerate(int(size) for size in x.shape[-2:]):
         is_plain = kernel[i] == size and not pads[i] and (not ceil_mode or size == 1)
-        if is_plain or _places(size, kernel[i], steps[i], pads[i], 1, ceil_mode) != 1:
+        if is_plain or places_of(size, kernel[i], steps[i], pads[i], 1, ceil_mode) != 1:
             continue
         seen, padded = min(size, kernel[i] - pads[i]), min(size + 2 * pads[i], kernel[i])
         total = torch.sum(aten.slice.Tensor(x, i - 2, 0, seen), [i - 2], True)
@@ -150,76 +109,17 @@ def avg_pool_backward(
     return given if x.dim() == 2 + rank else given.squeeze(0)
 
 
-def max_pool3d(
-    x: torch.Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int] = (),
-    padding: Sequence[int] = (0,),
-    dilation: Sequence[int] = (1,),
-    ceil_mode: bool = False,
-) -> Any:
-    """Decompose `aten.max_pool3d_with_indices`: the largest of planes, then along the depth.
-
-    Before: max_pool3d_with_indices(%x, 2)                           with %x of [N, C, D, H, W]
-    After:  %1, %i = max_pool2d_with_indices(view(%x, [N, C*D, H, W]), 2)
-            %2, %j = max_pool2d_with_indices(view(%1, [N, C, D, H/2 * W/2]), [2, 1])
-            the index of %2 is gather(%i, 2, %j's depth) + H * W * %j's depth
-    """
-    if not are_pooled(x.shape[-3:]) or 0 in x.shape:
-        return _UNCHANGED
-    kernel, steps, pads, apart = (
-        of_each(v, 3) for v in (kernel_size, stride or kernel_size, padding, dilation)
-    )
-    lead, (depth, height, width) = x.shape[:-3], x.shape[-3:]
-    planes = x.reshape(-1, lead[-1] * depth, height, width)
-    largest, in_plane = aten.max_pool2d_with_indices.default(
-        planes, kernel[1:], steps[1:], pads[1:], apart[1:], ceil_mode
-    )
-    count = largest.shape[-2] * largest.shape[-1]
-    columns = (-1, lead[-1], depth, count)
-    values, indices = aten.max_pool2d_with_indices.default(
-        largest.reshape(columns),
-        [kernel[0], 1],
-        [steps[0], 1],
-        [pads[0], 0],
-        [apart[0], 1],
-        ceil_mode,
-    )
-    plane = torch.div(indices, count, rounding_mode="floor")
-    indices = torch.gather(in_plane.reshape(columns), 2, plane) + plane * (height * width)
-    shape = (*lead, values.shape[2], *largest.shape[-2:])
-    return values.reshape(shape), indices.reshape(shape)
-
-
-def max_pool3d_backward(
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    kernel_size: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
-    indices: torch.Tensor,
-) -> torch.Tensor:
-    """Decompose `aten.max_pool3d_with_indices_backward`."""
-    return given_back(3, gradient, x, indices)
-
-
 def are_pooled(sizes: Sequence[int]) -> bool:
     """Say whether windows of these sizes can be written down: they are known, and none is 0."""
     return are_known(sizes) and 0 not in sizes
 
 
-def given_back(
-    rank: int, gradient: torch.Tensor, x: torch.Tensor, indices: torch.Tensor
-) -> torch.Tensor:
-    """Add up the gradient of maxima where they were, by their indices in the last dimensions.
-
-    So are `aten.adaptive_max_pool2d_backward` and `3d` decomposed, too.
-    """
-    zeros = gradient.new_zeros(x.shape).flatten(-rank)
-    added = torch.scatter_add(zeros, -1, indices.flatten(-rank), gradient.flatten(-rank))
-    return added.view(x.shape)
+def places_of(size: int, kernel: int, step: int, pad: int, apart: int, ceil_mode: bool) -> int:
+    """Count where a window stands along a dimension, as `pooling_output_shape` of PyTorch does."""
+    room = size + 2 * pad - apart * (kernel - 1) - 1
+    count = (room + (step - 1 if ceil_mode else 0)) // step + 1
+    starts_outside = ceil_mode and (count - 1) * step >= size + pad
+    return count - starts_outside
 
 
 @dataclass(frozen=True)
@@ -256,7 +156,7 @@ class _Windows:
             of_each(v, rank) for v in (kernel_size, stride or kernel_size, padding)
         )
         given = zip(sizes, kernel, steps, pads, strict=True)
-        counts = [_places(*each, 1, ceil_mode) for each in given]
+        counts = [places_of(*each, 1, ceil_mode) for each in given]
         return cls([*sizes], kernel, steps, pads, counts, ceil_mode)
 
     def amounts(self) -> list[int]:
@@ -323,28 +223,4 @@ DECOMPOSITIONS = {
     aten.avg_pool2d_backward.default: functools.partial(avg_pool_backward, 2),
     aten.avg_pool3d.default: avg_pool3d,
     aten.avg_pool3d_backward.default: functools.partial(avg_pool_backward, 3),
-    aten.max_pool2d_with_indices.default: max_pool2d,
-    aten.max_pool3d_with_indices.default: max_pool3d,
-    aten.max_pool3d_with_indices_backward.default: max_pool3d_backward,
 }
-
-
-def _places(size: int, kernel: int, step: int, pad: int, apart: int, ceil_mode: bool) -> int:
-    """Count where a window stands along a dimension, as `pooling_output_shape` of PyTorch does."""
-    room = size + 2 * pad - apart * (kernel - 1) - 1
-    count = (room + (step - 1 if ceil_mode else 0)) // step + 1
-    starts_outside = ceil_mode and (count - 1) * step >= size + pad
-    return count - starts_outside
-
-
-def _place(place: torch.Tensor, apart: int, size: int) -> torch.Tensor:
-    """Move places in the padding to the first place of their window that is not.
-
-    A window that holds nothing but the lowest value points at its first place.
-    """
-    first = torch.where(place < 0, torch.remainder(place, apart), place)
-    return torch.clamp(first, 0, size - 1)
-
-
-def _lowest(dtype: torch.dtype) -> float:
-    return -float("inf") if dtype.is_floating_point else torch.iinfo(dtype).min

@@ -349,3 +349,24 @@ def test_the_gradient_of_dropout_is_its_mask() -> None:
     assert torch.equal(result.detach(), x.grad)
     kept = float((result > 0).float().mean())
     assert abs(kept - 0.75) < 0.03
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_place_of_a_maximum_is_inside_the_image(counts: Counter[str], dynamic: bool) -> None:
+    """Also of NaN, and where all is -inf, and padding beside it: the gradient is written there."""
+
+    def pool(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return F.max_pool2d(x.exp(), 3, 2, 1), F.max_pool2d(x, 3, 2, 1, return_indices=True)[1]
+
+    compiled = torch.compile(pool, backend="npu_iree", dynamic=dynamic)
+    for shape in [(2, 4, 9, 12), (3, 4, 15, 7)]:
+        x = torch.randn(shape)
+        x[0, 0], x[0, 1], x[1, 2, :4, :4] = float("nan"), -float("inf"), -float("inf")
+        x[-1, 3, 4] = float("nan")
+        of_eager, of_ours = x.clone().requires_grad_(), x.clone().requires_grad_()
+        expected, actual = pool(of_eager), compiled(of_ours)
+        torch.testing.assert_close(actual, expected, equal_nan=True)
+        expected[0].sum().backward()
+        actual[0].sum().backward()
+        torch.testing.assert_close(of_ours.grad, of_eager.grad, equal_nan=True)
+    assert counts["host_ops"] == 0
