@@ -245,7 +245,7 @@ def _largest(
     candidates: Iterable[tuple[torch.Tensor, Any]], lowest: float, start: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Give the first of the largest values, or the last NaN, and its place."""
-    largest: torch.Tensor | None = None
+    largest: Any = None
     place = start
     for values, candidate in candidates:
         if largest is None:

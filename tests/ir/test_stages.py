@@ -429,7 +429,8 @@ def test_what_transposes_a_product_in_panels_is_a_program_of_its_own(
     with IreeSession(options) as session:
         module = session.parse(ir["torch-to-linalg"])
         prepare(session, module, options)
-        assert count(r"util\.optimization_barrier", str(module)) == (columns == 64)
+        barriers = count(r"util\.optimization_barrier", str(module))
+        assert barriers == (2 if columns == 64 else 0), "the panels, and the result"
 
 
 @pytest.mark.parametrize(
@@ -490,8 +491,8 @@ def test_products_of_few_rows_pack_nothing(
         return torch.bmm(x, w.mT if is_transposed else w)
 
     flow = lowered(function, torch.zeros(3, rows, 64), torch.zeros(3, 64, 64))["linalg-to-flow"]
-    assert (count(r"flow\.dispatch @", flow) == 1) == are_few
-    assert (count(r"linalg\.pack", flow) == 0) == are_few
+    assert count(r"flow\.dispatch @", flow) == (1 if are_few else 2)
+    assert count(r"linalg\.pack", flow) == int(not are_few and not is_transposed)
     assert count("compilation_info = ", flow) > 0
 
 
