@@ -281,6 +281,10 @@ def _weight_gradient(
 ) -> torch.Tensor:
     """Write the gradient of a weight as a convolution over the batch, with the gradient as weight.
 
+    Of each channel by itself, the channels of all images are those of one: its rows of them are
+    read by vectors, where images as channels are read one by one (144 channels, 4 images of 56x56:
+    3.0 ms instead of 5.6; 576 of 14x14: 0.3 instead of 1.4, a Zen 4).
+
     Args:
         x: what was convolved, [N, C, ...].
         gradient: of the result, [N, F, ...].
@@ -294,6 +298,13 @@ def _weight_gradient(
         [F, C / groups, *kernel].
     """
     batch, rank = x.shape[0], x.dim() - 2
+    if groups == x.shape[1] == gradient.shape[1] and is_static(x):
+        count = batch * groups
+        images = x.reshape(1, count, *x.shape[2:])
+        by = gradient.reshape(count, 1, *gradient.shape[2:])
+        places = dilation, padding, stride, False, [0] * rank, count
+        parts: torch.Tensor = aten.convolution.default(images, by, None, *places)
+        return _cut(parts, kernel).reshape(batch, groups, 1, *kernel).sum(0)
     by_group = x.reshape(batch, groups, -1, *x.shape[2:]).transpose(0, 2)
     swapped = by_group.reshape(-1, groups * batch, *x.shape[2:])
     whole: torch.Tensor = aten.convolution.default(
