@@ -300,9 +300,12 @@ def _weight_gradient(
     batch, rank = x.shape[0], x.dim() - 2
     if groups == x.shape[1] == gradient.shape[1] and is_static(x):
         count = batch * groups
-        images = x.reshape(1, count, *x.shape[2:])
+        amounts = [amount for pad in reversed(padding) for amount in (pad, pad)]
+        # Padded here: a view of an input might be kept for the backward pass in its place.
+        padded = aten.constant_pad_nd.default(x, amounts, 0) if any(amounts) else x
+        images = padded.reshape(1, count, *padded.shape[2:])
         by = gradient.reshape(count, 1, *gradient.shape[2:])
-        places = dilation, padding, stride, False, [0] * rank, count
+        places = dilation, [0] * rank, stride, False, [0] * rank, count
         parts: torch.Tensor = aten.convolution.default(images, by, None, *places)
         return _cut(parts, kernel).reshape(batch, groups, 1, *kernel).sum(0)
     by_group = x.reshape(batch, groups, -1, *x.shape[2:]).transpose(0, 2)

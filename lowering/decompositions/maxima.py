@@ -228,23 +228,25 @@ def _places_of_largest(
         return _largest(zip(pieces, itertools.count(), strict=False), lowest, start)[1]
     of_rows, along = [x.shape[-2], counts[1]], [1, steps[1]]
     pieces = (_windows(x, (0, j * apart[1]), of_rows, along) for j in range(wide))
-    found = _largest(zip(pieces, itertools.count(), strict=False), lowest, column)
-    values, at = (v.expand(*x.shape[:-2], *of_rows) for v in found)
+    values, at = _largest(zip(pieces, itertools.count(), strict=False), lowest, column)
     down = counts, [steps[0], 1]
-    return _largest(
-        (
-            (_windows(values, place, *down), _windows(at, place, *down) + i * wide)
-            for i, place in ((i, (i * apart[0], 0)) for i in range(high))
-        ),
-        lowest,
-        start,
-    )[1]
+    rows = (
+        (_windows(values, place, *down), _windows(at, place, *down) + i * wide)
+        for i, place in ((i, (i * apart[0], 0)) for i in range(high))
+    )
+    return _largest(rows, lowest, start)[1]
 
 
 def _largest(
     candidates: Iterable[tuple[torch.Tensor, Any]], lowest: float, start: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the first of the largest values, or the last NaN, and its place."""
+    """Give the first of the largest values, or the last NaN, and its place.
+
+    Args:
+        candidates: values, and their place, one after the other.
+        lowest: what all of them may be.
+        start: the place then.
+    """
     largest: Any = None
     place = start
     for values, candidate in candidates:

@@ -17,6 +17,7 @@ from iree.runtime import _binding as hal
 import npu_iree
 from npu_iree.executable import Executable
 from npu_iree.runner import Runner
+from programs.launch import run
 from tolerances import assert_same
 
 pytestmark = pytest.mark.usefixtures("shared_cache")
@@ -269,14 +270,9 @@ def test_results_outlive_what_was_compiled(local: npu_iree.Device) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
-def test_results_are_there_in_a_forked_child(local: npu_iree.Device) -> None:
+def test_results_are_there_in_a_forked_child() -> None:
     """A loader's workers, say, may have the results of a call."""
-    x = images()[0]
-    product = compiled(several, local)(x)[0].numpy()  # which has no threads that a child lacks
-    total = product.sum()
-    if not (child := os.fork()):
-        os._exit(0 if product.sum() == total else 1)
-    assert os.waitpid(child, 0)[1] == 0
+    assert run("forked_results") == {"bytes": 4 * MIB, "right": True}
 
 
 def test_gradients_stay_from_step_to_step(local: npu_iree.Device) -> None:
