@@ -92,13 +92,13 @@ def max_pool2d_backward(
             %1 = where(unsqueeze(%i, ...) == %p, unsqueeze(%g, ...), 0), for i of [N, C, 4, 1, 4, 1]
             view(%1 + the same of the windows to the right, below, and both, [N, C, 8, 8])
     """
-    stride = stride or kernel_size
-    sizes, counts = x.shape[-2:], gradient.shape[-2:]
+    sizes, counts, steps = x.shape[-2:], gradient.shape[-2:], of_each(stride or kernel_size, 2)
     if not is_static(x, gradient) or are_empty(x, gradient):
         return given_back(2, gradient, x, indices)
     spans, amounts, blocks = list[range](), list[int](), list[int]()
-    each = (of_each(v, 2) for v in (kernel_size, stride, padding, dilation))
-    for size, count, k, step, pad, d in zip(sizes, counts, *each, strict=True):
+    kernel, pads, apart = (of_each(v, 2) for v in (kernel_size, padding, dilation))
+    each = zip(sizes, counts, kernel, steps, pads, apart, strict=True)
+    for size, count, k, step, pad, d in each:
         blocks.append(-(-size // step))
         span = range(-(((k - 1) * d - pad) // step), (step - 1 + pad) // step + 1)
         before = max(-span.start, 0)
@@ -106,7 +106,7 @@ def max_pool2d_backward(
         spans.append(range(span.start + before, span.stop + before))
     if math.prod(map(len, spans)) > _MOST_PLACES:
         return given_back(2, gradient, x, indices)
-    (high, wide), (below, right) = blocks, of_each(stride, 2)
+    (high, wide), (below, right) = blocks, steps
     places = torch.arange(high * below, device=x.device).unsqueeze(-1) * sizes[1]
     places = (places + torch.arange(wide * right, device=x.device)).to(torch.int32)
     places = places.view(high, below, wide, right)

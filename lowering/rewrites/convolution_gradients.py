@@ -73,9 +73,8 @@ def convolution_backward(
     window = Window.of(x.dim() - 2, weight.shape[2:], stride, padding, dilation)
     of_x = of_weight = of_bias = None
     pieces = _pieces(gradient, x, window) if are_images else None
-    is_written_out = not are_images or _can_write_windows(gradient, weight, window)
+    is_left = are_images and pieces is None and not _can_write_windows(gradient, weight, window)
     is_dense = not are_images or _is_without_zeros(window)
-    is_left = pieces is None and not is_written_out
     wanted = [output_mask[0] and not is_dense, output_mask[1] and is_left, False]
     if any(wanted):  # of images, what the code generator does as well by itself
         places = (*window[1:], False, output_padding, 1)

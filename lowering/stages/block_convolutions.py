@@ -187,10 +187,10 @@ def _size_of(
     for rows, columns in filter(None, options):
         widths = [width for width in range(1, rows[-1] + 1) if places % width == 0]
         is_of_one = (rows, columns) == _TILES or count is None or height is None
-        heights = range(1, 2 if is_of_one else rows[-1] + 1)
+        most = 1 if is_of_one else rows[-1]
         whole = [
             (images, width)
-            for images in heights
+            for images in range(1, most + 1)
             for width in widths
             if images * width in rows and (count or 1) % images == 0
         ]

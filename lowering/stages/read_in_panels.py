@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -152,7 +153,7 @@ class _Product:
 
     Attributes:
         sizes: M, K, N.
-        stack: how many matrices there are, one after the other; None: one that is not stacked.
+        stack: how many matrices there are, one after the other; empty: one that is not stacked.
         block: rows, at most, and columns that registers hold.
         is_transposed: whether the second factor is `[N, K]`.
         is_weight: whether it is packed once, at load.
@@ -162,24 +163,32 @@ class _Product:
     """
 
     sizes: tuple[int, int, int]
-    stack: int | None
+    stack: Sequence[int]
     block: tuple[int, int]
     is_transposed: bool
     is_weight: bool
     arguments: Sequence[Any]
     dtype: str
 
+    @property
+    def is_padded(self) -> bool:
+        """Whether the last panel has columns over."""
+        return self.sizes[2] % self.block[1] != 0
+
+    @property
+    def factor(self) -> str:
+        """The type of the second factor."""
+        _, k, n = self.sizes
+        return tensor([*self.stack, *((n, k) if self.is_transposed else (k, n))], self.dtype)
+
     def text(self) -> str:
         """Write it."""
-        (m, k, n), (most, width) = self.sizes, self.block
+        (m, k, n), (most, width), stack = self.sizes, self.block, self.stack
         rows = -(-m // -(-m // most))  # of blocks as high as one another
-        stack = [] if self.stack is None else [self.stack]
         count, first = -(-n // width), len(stack)
-        item_rows, item_panels = work_item(m, count, self.stack or 1, rows)
-        w = tensor([*stack, n, k] if self.is_transposed else [*stack, k, n], self.dtype)
+        item_rows, item_panels = work_item(m, count, math.prod(stack), rows)
         widen, factor = as_float("b", self.dtype)
         split, whole = [*stack, m, count, width], [*stack, m, count * width]
-        is_padded = n % width != 0
         ends = {
             "columns": [[d] for d in range(first + 1)] + [[first + 1, first + 2]],
             "split": floats(*split),
@@ -194,11 +203,11 @@ class _Product:
         return _PRODUCT.format(
             pack=self._pack(panels),
             x=floats(*stack, m, k),
-            w=w,
+            w=self.factor,
             y=ends["y"],
-            start="f32" if is_padded else ends["y"],
-            begin=(_BEGIN_PADDED if is_padded else _BEGIN).format(**ends),
-            end=(_END_PADDED if is_padded else _END).format(**ends),
+            start="f32" if self.is_padded else ends["y"],
+            begin=(_BEGIN_PADDED if self.is_padded else _BEGIN).format(**ends),
+            end=(_END_PADDED if self.is_padded else _END).format(**ends),
             panels=panels,
             dtype=self.dtype,
             widen=widen,
@@ -216,15 +225,12 @@ class _Product:
 
     def _pack(self, panels: str) -> str:
         """Write how the second factor gets into panels."""
-        (_, k, n), width = self.sizes, self.block[1]
-        stack = [] if self.stack is None else [self.stack]
-        first = len(stack)
-        is_padded = n % width != 0
-        if self.is_transposed and not self.is_weight and not is_padded:
-            shape = [*stack, n // width, width, k]
+        (_, k, n), width, first = self.sizes, self.block[1], len(self.stack)
+        if self.is_transposed and not self.is_weight and not self.is_padded:
+            shape = [*self.stack, n // width, width, k]
             return _TRANSPOSE.format(
                 panels=panels,
-                w=tensor([*stack, n, k], self.dtype),
+                w=self.factor,
                 rows=tensor(shape, self.dtype),
                 shape=shape,
                 dims=[*([d] for d in range(first)), [first, first + 1], [first + 2]],
@@ -233,9 +239,9 @@ class _Product:
         order = f"outer_dims_perm = {[*range(first), first + 1, first]}"
         return _PACK.format(
             panels=panels,
-            w=tensor([*stack, n, k] if self.is_transposed else [*stack, k, n], self.dtype),
+            w=self.factor,
             width=width,
-            padding="padding_value(%zero : f32)" if is_padded else "",
+            padding="padding_value(%zero : f32)" if self.is_padded else "",
             order="" if self.is_transposed else order,
             dim=first if self.is_transposed else first + 1,
         )
@@ -273,7 +279,7 @@ def _product_of(op: Any, block: tuple[int, int], *, tiles: bool) -> _Product | N
         start = start.owner.operands[0]
     return _Product(
         sizes=(m, k, n),
-        stack=stack[0] if stack else None,
+        stack=stack,
         block=block,
         is_transposed=source is not None,
         is_weight=is_weight(factor),
