@@ -80,8 +80,7 @@ class Blocks:
         """
         with self._lock:
             blocks = list(self._blocks)
-            lent = sum(block.nbytes for block in blocks if block._is_lent)
-            self._most_lent = max(self._most_lent, lent + nbytes)
+            self._most_lent = max(self._most_lent, self._lent_bytes() + nbytes)
             sizes = range(nbytes, int(nbytes * _MOST_UNUSED) + 1)
             fit = [block for block in blocks if not block._is_lent and block.nbytes in sizes]
             block = min(fit, key=lambda block: block.nbytes, default=None) or self._new(nbytes)
@@ -113,6 +112,15 @@ class Blocks:
         """How much there is, lent or free."""
         with self._lock:
             return sum(block.nbytes for block in self._blocks)
+
+    @property
+    def lent_bytes(self) -> int:
+        """How much results hold, until the device has let go of the last one, too."""
+        with self._lock:
+            return self._lent_bytes()
+
+    def _lent_bytes(self) -> int:
+        return sum(block.nbytes for block in self._blocks if block._is_lent)
 
     def _retire(self, nbytes: float) -> None:
         """Take the oldest that nobody uses out of lending, until so much is left."""

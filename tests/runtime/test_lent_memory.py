@@ -17,7 +17,7 @@ from iree.runtime import _binding as hal
 import npu_iree
 from npu_iree.executable import Executable
 from npu_iree.runner import Runner
-from programs.launch import run
+from programs.launch import run, wait_until
 from tolerances import assert_same
 
 pytestmark = pytest.mark.usefixtures("shared_cache")
@@ -191,15 +191,21 @@ def local() -> npu_iree.Device:
     return opened
 
 
+def wait_until_lent(device: npu_iree.Device, nbytes: int) -> None:
+    """The device lets go of a result a moment after it is there."""
+    wait_until(lambda: device.blocks.lent_bytes == nbytes)
+
+
 def test_results_have_the_memory_of_those_that_are_gone(local: npu_iree.Device) -> None:
-    fast = compiled(several, local)
+    fast, before = compiled(several, local), local.blocks.lent_bytes
     addresses = set()
     for x in images():
         results = fast(x)
         addresses.add(results[0].data_ptr())
         assert_same(results, several(x))
-        assert local.blocks.nbytes >= 8 * MIB
+        assert local.blocks.lent_bytes >= before + 8 * MIB
         del results
+        wait_until_lent(local, before)
     assert len(addresses) == 1
 
 
@@ -245,26 +251,29 @@ def test_a_refused_call_holds_no_memory_for_results(
 ) -> None:
     x = images()[0]
     function = executable_of(compile_function(several, x)).functions["main"]
-    handle, wrong = local.put(x), local.put(x[:1])
+    handle, wrong, before = local.put(x), local.put(x[:1]), local.blocks.lent_bytes
     address = function(handle)[0].to_host(timeout_s=30).data_ptr()
+    wait_until_lent(local, before)
     for _ in range(3):
         with pytest.raises(ValueError, match="shape"):
             function(wrong)
+        assert local.blocks.lent_bytes == before
     result = function(handle)[0].to_host(timeout_s=30)
     assert result.data_ptr() == address
     assert_same(result, several(x)[0])
 
 
 def test_results_outlive_what_was_compiled(local: npu_iree.Device) -> None:
-    before = local.blocks.nbytes
+    before = local.blocks.lent_bytes
     fast, (x, *_) = compiled(several, local), images()
     product = fast(x)[0]
     del fast
     torch._dynamo.reset()
     gc.collect()
-    assert local.blocks.nbytes >= before + 8 * MIB
+    assert local.blocks.lent_bytes >= before + 8 * MIB
     assert_same(product, several(x)[0])
     del product
+    wait_until_lent(local, before)
     gc.collect()
     assert local.blocks.nbytes == before
 
