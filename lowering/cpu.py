@@ -57,6 +57,12 @@ def missing_features(required: Iterable[str]) -> list[str]:
     return [name for name in required if here and _linux_name(name) not in here]
 
 
+def has_here(features: Iterable[str]) -> bool:
+    """Say whether this machine is known to have what code may use, by LLVM's names."""
+    here = _features_here()
+    return all(_linux_name(name) in here for name in features)
+
+
 @cache
 def _features_here() -> frozenset[str]:
     try:

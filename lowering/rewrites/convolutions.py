@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lowering.cpu import has_here
 from lowering.decompositions.halves import HALVES, widened
 from lowering.rewrites.recorder import part_of
 from lowering.rewrites.rule import Rule
@@ -26,6 +27,10 @@ _UNCHANGED: Any = NotImplemented
 # Up to here a window of an image is written out: ResNet-18 takes 0.57 of the time with 256 (16x16)
 # and with 800; at batch 8, 0.63 and 0.75.
 _SMALL_IMAGE = 256
+# Images and features of a block that registers hold of any CPU that has them, but for one with a
+# matrix unit (`lowering.stages.mark_convolutions`).
+_IMAGES, _FEATURES = (4, 5, 6), 32
+_HAS_BLOCKS = has_here(("avx2", "fma")) and not has_here(("amx-tile", "amx-bf16"))
 # Of halves, a product is so much faster (3x3 on 56x56, 64 channels, in bf16: 1.0 ms instead of 3.8,
 # two cores of an EPYC, Zen 4; and compiled in 2.6 s instead of 31) that larger ones are, too.
 _MOST_BYTES_OF_HALVES = 64 << 20
@@ -113,12 +118,48 @@ def _product(x: torch.Tensor, weight: torch.Tensor, window: Window) -> Any:
         tiles = aten.view.default(whole, [count, rows, height, columns, width, channels])
         apart = tiles.permute(0, 1, 3, 2, 4, 5).contiguous()
         seen = aten.view.default(apart, [count, rows, columns, places * channels])
-    elif len(sizes) == 1 or places == 1 or is_worth_writing(x, sizes, places):
+    elif len(sizes) == 1 or places == 1 or _writes_windows(x, weight, window):
         pieces = windows(x, window)
         seen = torch.cat(pieces, -1) if len(pieces) > 1 else pieces[0]
     else:
         return _UNCHANGED
     return multiplied(seen, weight)
+
+
+def _writes_windows(x: torch.Tensor, weight: torch.Tensor, window: Window) -> bool:
+    count, *sizes, _ = x.shape
+    if not is_worth_writing(x, sizes, math.prod(window.kernel)):
+        return False
+    made = [
+        (size + 2 * pad - apart * (seen - 1) - 1) // step + 1
+        for size, seen, step, pad, apart in zip(sizes, *window, strict=True)
+    ]
+    return not is_left_to_blocks(x, count, weight.shape[:2], window.kernel, made)
+
+
+def is_left_to_blocks(
+    x: torch.Tensor,
+    count: int,
+    channels: Sequence[int],
+    kernel: Sequence[int],
+    sizes: Sequence[int],
+) -> bool:
+    """Say whether a convolution of images is left whole: blocks of several images skip padding.
+
+    Args:
+        x: the images, or the gradient of such.
+        count: how many there are.
+        channels: of what is made, and of what is read.
+        kernel: how high and wide a window is.
+        sizes: how high and wide what is made is.
+    Source: what `lowering.stages.mark_convolutions` takes, on each kind of CPU that it is for.
+    """
+    if x.dtype is not torch.float32 or not are_known([count]) or not _HAS_BLOCKS:
+        return False
+    made, read = channels
+    is_whole = any(count % n == 0 for n in _IMAGES) and made % _FEATURES == 0
+    is_large = min(made // _FEATURES, read, *kernel, *sizes) > 1
+    return is_whole and is_large and math.prod(kernel) <= math.prod(sizes)
 
 
 def is_worth_writing(x: torch.Tensor, sizes: Sequence[int], places: int) -> bool:

@@ -17,7 +17,7 @@ import torch
 
 from lowering.decompositions.convolution import flipped
 from lowering.decompositions.halves import widened
-from lowering.rewrites.convolutions import convolution, is_worth_writing
+from lowering.rewrites.convolutions import convolution, is_left_to_blocks, is_worth_writing
 from lowering.rewrites.recorder import part_of
 from lowering.rewrites.windows import Window, to_first, to_last
 from lowering.sizes import are_empty, are_known
@@ -95,7 +95,14 @@ def gradient_of_input(
         `[N, C, ...]`.
     """
     is_plain = math.prod(window.stride) == groups == 1
-    is_product = is_plain and is_worth_writing(gradient, x.shape[2:], math.prod(window.kernel))
+    sizes = x.shape[2:]
+    is_product = (
+        is_plain
+        and is_worth_writing(gradient, sizes, math.prod(window.kernel))
+        and not is_left_to_blocks(
+            gradient, x.shape[0], [x.shape[1], gradient.shape[1]], window.kernel, sizes
+        )
+    )
     if math.prod(window.stride) > 1 or is_product:  # which need no flipped weight
         return _by_phases(gradient, x, weight, window, groups)
     rank = x.dim() - 2

@@ -7,11 +7,13 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lowering.stages.structured import inputs_of
+from lowering.stages.structured import inputs_of, is_elementwise
 
 _ITEM = "hal.interface.workgroup.id"
+FLOPS = "npu_iree.flops"  # of a function: those of loops whose steps depend on their place
 _LOAD, STORE = "iree_tensor_ext.dispatch.tensor.load", "iree_tensor_ext.dispatch.tensor.store"
 _TENSOR = re.compile(r"\btensor<([\dx]+)x\w+>")  # of known sizes
+_WHOLE = re.compile(r"\btensor<([\dx?]+)x(\w+)>")
 # What is no arithmetic in the body of a loop: comparisons, choices, casts, indexing.
 _FREE = ("arith.cmp", "arith.select", "arith.constant", "arith.index", "arith.ext", "arith.trunc")
 _CASTS = ("arith.sitofp", "arith.uitofp", "arith.fptosi", "arith.fptoui", "arith.bitcast")
@@ -33,15 +35,19 @@ def walk(op: Any) -> Iterator[Any]:
 
 
 def bytes_moved(ops: Sequence[Any]) -> int | None:
-    """Return the bytes of what is loaded and stored.
+    """Return the bytes of what is loaded and stored; by several work items, of all they share.
 
     None if they depend on dynamic sizes, or on data: of what is indexed, part is read.
     """
     if any(op.name in _INDEXED for op in ops):
         return None
-    loaded = [op.results[0] for op in ops if op.name == _LOAD]
-    stored = [op.operands[0] for op in ops if op.name == STORE]
-    sizes = [_bytes(value.type) for value in (*loaded, *stored)]
+    loads, stores = ([op for op in ops if op.name == name] for name in (_LOAD, STORE))
+    if any(op.name == _ITEM for op in ops):
+        wholes = {op.operands[place] for place, of in ((0, loads), (1, stores)) for op in of}
+        sizes = [_bytes_of_whole(whole) for whole in wholes]
+    else:
+        moved = [*(op.results[0] for op in loads), *(op.operands[0] for op in stores)]
+        sizes = [_bytes(value.type) for value in moved]
     known = [size for size in sizes if size is not None]
     return sum(known) if known and len(known) == len(sizes) else None
 
@@ -50,10 +56,20 @@ def flops(ops: Sequence[Any]) -> int | None:
     """Count additions, multiplications, ...; None if they depend on dynamic sizes or are unknown.
 
     A function such as the exponential counts as one; comparisons, choices and casts as none.
+
+    Args:
+        ops: a function, and all in it.
     """
-    counts = [_flops(op) for op in ops]
+    told = ops[0].attributes[FLOPS].value if FLOPS in ops[0].attributes else None
+    counts = [_flops(op) for op in ops if told is None or not _is_sum(op)]
     known = [count for count in counts if count is not None]
-    return sum(known) * _work_items(ops) if len(known) == len(counts) else None
+    if len(known) < len(counts):
+        return None
+    return (told or 0) + sum(known) * _work_items(ops)
+
+
+def _is_sum(op: Any) -> bool:
+    return "iterator_types" in op.attributes and not is_elementwise(op)
 
 
 def _work_items(ops: Sequence[Any]) -> int:
@@ -125,6 +141,14 @@ def sizes_of(kind: Any) -> tuple[int | None, ...]:
     if not isinstance(kind, ir.RankedTensorType):
         return ()
     return tuple(None if kind.is_dynamic_dim(d) else kind.shape[d] for d in range(kind.rank))
+
+
+def _bytes_of_whole(value: Any) -> int | None:
+    """Return the bytes of a tensor that work items load parts of, or store these to."""
+    from iree.compiler import ir
+
+    (kind,) = (f"tensor<{sizes}x{dtype}>" for sizes, dtype in _WHOLE.findall(str(value.type)))
+    return _bytes(ir.Type.parse(kind))
 
 
 def _bytes(kind: Any) -> int | None:

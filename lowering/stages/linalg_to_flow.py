@@ -16,6 +16,7 @@ from lowering.stages.iree_session import CHANNELS_LAST, DATA_TILING, IreeSession
 from lowering.stages.keep_arguments import keep_arguments
 from lowering.stages.keep_off_stack import keep_off_stack
 from lowering.stages.keep_signs import keep_signs
+from lowering.stages.mark_convolutions import mark_convolutions
 from lowering.stages.multiply_halves import multiply_halves
 from lowering.stages.put_channels_last import put_channels_last
 from lowering.stages.read_by_rows import mark_few_rows, read_by_rows
@@ -30,6 +31,7 @@ from lowering.stages.separate_reads import separate_reads
 from lowering.stages.separate_scalars import MOST_BINDINGS, separate_scalars
 from lowering.stages.separate_slices import separate_slices
 from lowering.stages.separate_writes import separate_writes
+from lowering.stages.skip_padding import skip_padding
 from lowering.stages.sort_nans import sort_nans
 from lowering.stages.store_exponentials import store_exponentials
 from lowering.stages.sum_products import hide_products, sum_products
@@ -78,6 +80,7 @@ def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) 
         tell_sizes_apart(module)
         if _is_for_cpu(options):
             read_by_rows(module, session.features)
+            skip_padding(module)
             store_exponentials(module, session.features)
             sum_products(module)
             _check_bindings(module)
@@ -107,6 +110,7 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 separate_broadcasts(function)
                 separate_scalars(function)
                 separate_pieces(function)
+                mark_convolutions(function, features)
                 if any(CHANNELS_LAST in flag for flag in options.flags):
                     put_channels_last(function)
                 if is_tiled:

@@ -18,6 +18,7 @@ from lowering.stages.factors import (
     shapes_of,
     transposed,
 )
+from lowering.stages.mark_convolutions import MARK
 from lowering.stages.multiply_tiles import has_tiles, suits_tiles
 from lowering.stages.structured import broadcast_inputs, is_elementwise
 from lowering.stages.symbols import maker_of
@@ -137,6 +138,8 @@ def read_in_panels(function: Any, features: Collection[str]) -> None:
     for op in list(function.regions[0].blocks[0].operations):
         if (product := _product_of(op, block, tiles=tiles)) is not None:
             computed.add(replace_by(op, product.text(), product.arguments))
+        elif MARK in op.attributes:
+            computed.update(op.results)
         elif not any(operand in computed for operand in op.operands):
             continue
         elif op.operation.name == "linalg.transpose":

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from lowering.stages.device_programs import DISPATCH, EXECUTABLE, STORE, functions_of, set_type
 from lowering.stages.dispatch_work import made_by, sizes_of, walk
 from lowering.stages.symbols import inside, maker_of, symbol_of
 
 _PACKS = "iree_encoding.set_encoding"
 _SPLITS = "tensor.expand_shape"
 _MERGES = "tensor.collapse_shape"
-_STORES = "iree_tensor_ext.dispatch.tensor.store"
 _TIES = "flow.dispatch.tie_shape"
 _TILES = (2, 4, 8, 16, 32, 64)  # rows or columns that data tiling may pack together
 
@@ -40,21 +40,16 @@ def separate_packing(module: Any) -> None:
         RuntimeError: such a packing is used in a way that is not known here.
     """
     unpacked = dict[str, dict[int, Any]]()  # entry point -> place among its results -> packed type
-    for executable in inside(module, "flow.executable"):
-        for function in _functions(executable):
+    for executable in inside(module, EXECUTABLE):
+        for function in functions_of(executable):
             name = f"@{symbol_of(executable)}::@{symbol_of(function)}"
             unpacked[name] = dict(map(_store_unpacked, _unfit_packs(function)))
             if unpacked[name]:
-                _set_type(function)
-    for op in [op for op in walk(module) if op.name == "flow.dispatch"]:
+                set_type(function)
+    for op in [op for op in walk(module) if op.name == DISPATCH]:
         (name,) = {str(entry) for entry in op.attributes["entry_points"]}
         for place, kind in unpacked.get(name, {}).items():
             _pack_behind(op, place, kind)
-
-
-def _functions(executable: Any) -> Iterator[Any]:
-    for inner in inside(executable, "builtin.module"):
-        yield from inside(inner, "func.func")
 
 
 def _unfit_packs(function: Any) -> list[Any]:
@@ -95,7 +90,7 @@ def _store_unpacked(pack: Any) -> tuple[int, Any]:
     from iree.compiler import ir
 
     uses = list(pack.results[0].uses)
-    if [use.owner.name for use in uses] != [_STORES]:
+    if [use.owner.name for use in uses] != [STORE]:
         raise RuntimeError("what is packed after a reshape is used for more than to be stored")
     store = uses[0].owner
     packed, plain = pack.results[0].type, pack.operands[0].type
@@ -108,13 +103,6 @@ def _store_unpacked(pack: Any) -> tuple[int, Any]:
     store.operands[0] = pack.operands[0]
     pack.erase()
     return made.index(argument), packed
-
-
-def _set_type(function: Any) -> None:
-    from iree.compiler import ir
-
-    arguments = [argument.type for argument in function.regions[0].blocks[0].arguments]
-    function.attributes["function_type"] = ir.TypeAttr.get(ir.FunctionType.get(arguments, []))
 
 
 def _pack_behind(dispatch: Any, place: int, packed: Any) -> None:

@@ -104,4 +104,4 @@ def floats(*shape: int) -> str:
 
 def tensor(shape: Iterable[int], dtype: str) -> str:
     """Write the type of a tensor, of a dtype by its name in MLIR."""
-    return f"tensor<{'x'.join(map(str, shape))}x{dtype}>"
+    return f"tensor<{''.join(f'{size}x' for size in shape)}{dtype}>"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lowering.cpu import has_here
 from lowering.dispatches import list_dispatches
 from lowering.manifest import Dispatch
 from lowering.offline import capture_exports
@@ -66,6 +67,15 @@ class Chosen(torch.nn.Module):
         return torch.bmm(x, self.weight[chosen].transpose(1, 2))
 
 
+class Padded(torch.nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.conv2d(x, self.weight, padding=1)
+
+
 class Soft(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.softmax(x, -1)
@@ -107,6 +117,16 @@ def test_softmax_is_five_operations_an_element(dtype: torch.dtype, size: int) ->
 def test_the_arithmetic_of_a_convolution_is_in_one_of_its_programs() -> None:
     found = listed(Convolved(), torch.ones(1, 8, 18, 18))
     assert max(d.flops or 0 for d in found) == 2 * 16 * 8 * 9 * 16 * 16
+
+
+@pytest.mark.skipif(not has_here(("avx2", "fma")), reason="several images are no block here")
+@pytest.mark.skipif(has_here(("amx-tile",)), reason="the CPU's matrix unit multiplies padding, too")
+def test_a_convolution_of_several_images_counts_no_padding() -> None:
+    images, weight = torch.ones(8, 16, 7, 7), torch.ones(64, 16, 3, 3)
+    found = named(listed(Padded(weight), images), "_conv_")
+    assert found.flops == 2 * 8 * 64 * 16 * (3 * 7 - 2) ** 2
+    padded, made = 8 * 16 * 9 * 9, 8 * 64 * 7 * 7
+    assert found.nbytes == 4 * (padded + weight.numel() + made)
 
 
 def test_matrices_that_are_chosen_are_not_copied() -> None:

@@ -107,6 +107,20 @@ def convolution(
         yield session, module
 
 
+def lowered_for(
+    cpu: str, lowered: Lower, function: Callable[..., Any], *tensors: torch.Tensor
+) -> str:
+    """The dispatches of a function with channels last, for a CPU; nothing is bound."""
+    ir = lowered(function, *tensors)
+    (flags,) = (c.flags for c in target_for(cpu).candidates if c.name == "channels-last-packed")
+    options = CompileOptions(flags=flags)
+    with IreeSession(options) as session:
+        module = session.parse(ir["torch-to-linalg"])
+        form_dispatches(session, module, options)
+        assert module.operation.verify()
+        return str(module)
+
+
 def count(pattern: str, text: str) -> int:
     return len(re.findall(pattern, text))
 
@@ -697,3 +711,66 @@ def test_a_block_is_of_several_images_where_rows_are_narrow(
         if block is not None:
             multiplied = re.findall(r"llvm\.intr\.fmuladd\(.*(vector<\d+xf32>)", str(module))
             assert Counter(multiplied) == {f"vector<{columns}xf32>": math.prod(block)}
+
+
+@pytest.mark.parametrize(
+    ("cpu", "images", "features", "rows", "columns"),
+    [
+        ("skylake-avx512", 8, 64, 8, 32),
+        ("skylake-avx512", 24, 64, 12, 32),
+        ("haswell", 8, 64, 4, 16),
+        ("skylake-avx512", 13, 64, None, 32),  # no whole number of blocks
+        ("skylake-avx512", 8, 72, None, 32),
+        ("sapphirerapids", 8, 64, None, 32),  # whose unit is faster
+        ("nehalem", 8, 64, None, 32),
+    ],
+)
+def test_several_images_are_convolved_at_a_time_without_their_padding(
+    lowered: Lower, cpu: str, images: int, features: int, rows: int | None, columns: int
+) -> None:
+    """All sums of a block are in registers, and are only of what windows see of the images."""
+    tensors = torch.zeros(images, 16, 20, 20), torch.zeros(features, 16, 3, 3)
+    with convolution(lowered, cpu, *tensors, {"padding": 1}) as (session, module):
+        bounds = count(r"affine\.(max|min)", str(module))
+        assert bounds == (4 if rows is not None else 0), "of rows, and of columns"
+        if rows is not None:
+            session.compile(module, begin="flow", end="executable-targets")
+            multiplied = re.findall(r"llvm\.intr\.fmuladd\(.*(vector<\d+xf32>)", str(module))
+            assert Counter(multiplied) == {f"vector<{columns}xf32>": rows}
+
+
+@pytest.mark.parametrize(
+    ("follow", "programs"),
+    [
+        (lambda y, w: torch.relu(y) + 1, 1),
+        (lambda y, w: (y.sigmoid(), y.permute(0, 2, 3, 1).relu()), 1),
+        (lambda y, w: y.permute(0, 2, 3, 1) + torch.arange(64), 2),  # which asks for its place
+        (lambda y, w: y.permute(0, 2, 3, 1) @ w.flatten(1)[:, :50], 2),  # whose rows are packed
+    ],
+)
+def test_what_is_not_computed_by_tiles_has_a_program_of_its_own(
+    lowered: Lower, follow: Callable[..., Any], programs: int
+) -> None:
+    tensors = torch.zeros(8, 16, 10, 12), torch.zeros(64, 16, 3, 3)
+
+    def convolved(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return follow(torch.conv2d(x, w, padding=1), w)
+
+    text = lowered_for("skylake-avx512", lowered, convolved, *tensors)
+    assert count(r"linalg\.matmul \{compilation_info", text) == 1
+    assert count(r"func\.func @\w+_convolution\(", text) == programs - 1
+    assert count(r"npu_iree\.convolution", text) == 0
+
+
+def test_images_that_are_made_padded_are_read_so(lowered: Lower) -> None:
+    """What transposes them writes them there; others of the same sizes are read as they are."""
+    tensors = torch.zeros(8, 64, 10, 12), torch.zeros(64, 64, 3, 3)
+
+    def convolved(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = torch.relu(torch.conv2d(x, w, padding=1))
+        return x.permute(0, 2, 3, 1)
+
+    text = lowered_for("skylake-avx512", lowered, convolved, *tensors)
+    found = re.findall(r"flow\.dispatch @\w+::@\w*_conv_\w+\(.*: \(tensor<([\dx]+)xf32>", text)
+    assert Counter(found) == {"8x12x14x64": 1, "8x10x12x64": 2}
