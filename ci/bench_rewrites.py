@@ -14,7 +14,7 @@ import multiprocessing
 import statistics
 import time
 import unittest.mock
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +32,7 @@ from lowering.partition import partition
 from lowering.pipeline import compile_program
 from lowering.program import Program
 from lowering.region import Region, extract_region
+from lowering.rewrites import convolutions
 from lowering.stages import flow_to_vmfb, iree_session, linalg_to_flow, read_in_panels
 from npu_iree.device import open_device
 from npu_iree.executable import Executable
@@ -44,14 +45,18 @@ _FLAGS = {
     "tiles": "--iree-llvmcpu-matmul-tile-bytes",
 }
 # What does nothing before.
-_FUNCTIONS = {
-    "reading ahead": (flow_to_vmfb, "read_ahead"),
-    "rows ahead": (flow_to_vmfb, "read_rows_ahead"),
-    "few rows": (linalg_to_flow, "mark_few_rows"),
-    "exponentials": (linalg_to_flow, "store_exponentials"),
-    "panels": (linalg_to_flow, "read_in_panels"),
-    "registers": (flow_to_vmfb, "block_convolutions"),
-    "matrix unit": (read_in_panels, "has_tiles"),
+_FUNCTIONS: Mapping[str, Sequence[tuple[Any, str]]] = {
+    "reading ahead": [(flow_to_vmfb, "read_ahead")],
+    "rows ahead": [(flow_to_vmfb, "read_rows_ahead")],
+    "few rows": [(linalg_to_flow, "mark_few_rows")],
+    "exponentials": [(linalg_to_flow, "store_exponentials")],
+    "panels": [(linalg_to_flow, "read_in_panels")],
+    "registers": [(flow_to_vmfb, "block_convolutions")],
+    "several images": [
+        (linalg_to_flow, "mark_convolutions"),
+        (convolutions, "is_left_to_blocks"),
+    ],
+    "matrix unit": [(read_in_panels, "has_tiles")],
 }
 
 
@@ -184,8 +189,20 @@ CASES = {
         [(1, 576, 14, 14), (576, 1, 3, 3)],
         "convolutions",
     ),
-    "conv2d 128 k3 of 28": Case(_conv2d, [(8, 128, 28, 28), (128, 128, 3, 3)], "registers"),
+    "conv2d 128 k3 of 28": Case(_conv2d, [(1, 128, 28, 28), (128, 128, 3, 3)], "registers"),
     "conv2d 64 k3 of 56": Case(_conv2d, [(1, 64, 56, 56), (64, 64, 3, 3)], "registers"),
+    "conv2d 512 k3 of 7, 8 images": Case(
+        _conv2d, [(8, 512, 7, 7), (512, 512, 3, 3)], "several images"
+    ),
+    "conv2d 256 k3 of 14, 4 images": Case(
+        _conv2d, [(4, 256, 14, 14), (256, 256, 3, 3)], "several images"
+    ),
+    "conv2d 64 k3 of 56, 8 images": Case(
+        _conv2d, [(8, 64, 56, 56), (64, 64, 3, 3)], "several images"
+    ),
+    "conv2d 16 k3 of 32, 32 images": Case(
+        _conv2d, [(32, 16, 32, 32), (16, 16, 3, 3)], "several images"
+    ),
     "bottleneck 256-64 of 56": Case(
         _bottleneck, [(1, 256, 56, 56), (64, 256, 1, 1), (256, 64, 1, 1)], "channels_last"
     ),
@@ -217,7 +234,8 @@ def compiled(name: str, when: str) -> bytes:
         flags = tuple(f for f in iree_session.global_flags() if not f.startswith(dropped))
         iree_session.global_flags = lambda: flags  # type: ignore[assignment]
     elif when == BEFORE and case.without in _FUNCTIONS:
-        setattr(*_FUNCTIONS[case.without], lambda *args: None)
+        for module, name in _FUNCTIONS[case.without]:
+            setattr(module, name, lambda *args: None)
     elif when == BEFORE:
         target = replace(target, rewrites=tuple(r for r in target.rewrites if r != case.without))
     return compile_program(Program.of(region_of(case, when)), target).vmfb

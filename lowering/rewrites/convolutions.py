@@ -29,7 +29,7 @@ _UNCHANGED: Any = NotImplemented
 _SMALL_IMAGE = 256
 # Images and features of a block that registers hold of any CPU that has them, but for one with a
 # matrix unit (`lowering.stages.mark_convolutions`).
-_IMAGES, _FEATURES = (4, 5, 6), 32
+_IMAGES, _FEATURES = (4, 5, 6), 16
 _HAS_BLOCKS = has_here(("avx2", "fma")) and not has_here(("amx-tile", "amx-bf16"))
 # Of halves, a product is so much faster (3x3 on 56x56, 64 channels, in bf16: 1.0 ms instead of 3.8,
 # two cores of an EPYC, Zen 4; and compiled in 2.6 s instead of 31) that larger ones are, too.
@@ -158,7 +158,7 @@ def is_left_to_blocks(
         return False
     made, read = channels
     is_whole = any(count % n == 0 for n in _IMAGES) and made % _FEATURES == 0
-    is_large = min(made // _FEATURES, read, *kernel, *sizes) > 1
+    is_large = min(read, *kernel, *sizes) > 1
     return is_whole and is_large and math.prod(kernel) <= math.prod(sizes)
 
 

@@ -18,11 +18,12 @@ from lowering.stages.templates import floats, put
 # Beside an op that was marked, by `Mark`.
 MARK = "npu_iree.convolution"
 # How many images, and features of each, registers hold, by what the CPU can do, the first that
-# fits: up to 24 of 32 registers of 16 floats, 12 of 16 of 8; a row of the weight needs two more.
-_BLOCKS: Mapping[frozenset[str], tuple[range, int] | None] = {
-    frozenset({"avx512f"}): (range(4, 13), 32),
-    frozenset({"avx2", "fma"}): (range(3, 7), 16),
-    frozenset(): None,
+# fits: up to 24 of 32 registers of 16 floats, 12 of 16 of 8; a row of the weight needs two more,
+# or one.
+_BLOCKS: Mapping[frozenset[str], Sequence[tuple[range, int]]] = {
+    frozenset({"avx512f"}): ((range(4, 13), 32), (range(4, 25), 16)),
+    frozenset({"avx2", "fma"}): ((range(3, 7), 16), (range(3, 13), 8)),
+    frozenset(): (),
 }
 _TO_LAST, _TO_FIRST = [0, 2, 3, 1], [0, 3, 1, 2]
 _MOVED = """
@@ -66,15 +67,16 @@ func.func private @pack(%w: {w}) -> {panels} {{
   return %panels : {panels}
 }}
 """
+# {g} are the panels: if there is one, it is no dimension.
 _CONVOLUTION = """
-func.func private @convolution(%x: {x}, %panels: {panels}) -> {y} {{
+func.func private @convolution(%x: {x}, %panels: {panels}) -> {parts} {{
   %zero = arith.constant 0.0 : f32
   %unset = tensor.empty() : {parts}
   %zeros = linalg.fill ins(%zero : f32) outs(%unset : {parts}) -> {parts}
   %sums = linalg.generic {{
-      indexing_maps = [affine_map<(n, h, w, g, f, i, j, c) -> (n, {row}, {column}, c)>,
-                       affine_map<(n, h, w, g, f, i, j, c) -> (g, i, j, c, f)>,
-                       affine_map<(n, h, w, g, f, i, j, c) -> (n, h, w, g, f)>],
+      indexing_maps = [affine_map<(n, h, w, {g}f, i, j, c) -> (n, {row}, {column}, c)>,
+                       affine_map<(n, h, w, {g}f, i, j, c) -> ({g}i, j, c, f)>,
+                       affine_map<(n, h, w, {g}f, i, j, c) -> (n, h, w, {g}f)>],
       iterator_types = [{parallel}, "reduction", "reduction", "reduction"]}}
       ins(%x, %panels : {x}, {panels}) outs(%zeros : {parts}) attrs = {{{mark}}} {{
   ^bb0(%a: f32, %b: f32, %sum: f32):
@@ -82,7 +84,12 @@ func.func private @convolution(%x: {x}, %panels: {panels}) -> {y} {{
     %next = arith.addf %sum, %ab : f32
     linalg.yield %next : f32
   }} -> {parts}
-  %y = tensor.collapse_shape %sums [[0], [1], [2], [3, 4]] : {parts} into {y}
+  return %sums : {parts}
+}}
+"""
+_MERGED = """
+func.func private @merged(%parts: {parts}) -> {y} {{
+  %y = tensor.collapse_shape %parts [[0], [1], [2], [3, 4]] : {parts} into {y}
   return %y : {y}
 }}
 """
@@ -132,7 +139,7 @@ def mark_convolutions(function: Any, features: Collection[str]) -> None:
 
     Before: %p = tensor.pad %x; %y = linalg.conv_2d_nchw_fchw ins(%p, %w)
     After:  %l = transpose %x [0, 2, 3, 1]; %p = tensor.pad %l
-            %panels[g, i, j, c, f] = %w[32 * g + f, c, i, j]
+            %panels[g, i, j, c, f] = %w[32 * g + f, c, i, j]         (or 16; one panel is no g)
             %sums[n, h, w, g, f] = sum over i, j, c of
                 %p[n, stride * h + i, stride * w + j, c] * %panels[g, i, j, c, f]
             %y = transpose %sums[n, h, w, 32 * g + f] [0, 3, 1, 2]
@@ -146,10 +153,9 @@ def mark_convolutions(function: Any, features: Collection[str]) -> None:
     """
     from iree.compiler import ir
 
-    if (block := best_for(features, _BLOCKS)) is None or has_tiles(features):
-        return
+    blocks = () if has_tiles(features) else best_for(features, _BLOCKS)
     for op in inside(function, "linalg.conv_2d_nchw_fchw"):
-        if (convolution := _convolution_of(op, block)) is not None:
+        if (convolution := _convolution_of(op, blocks)) is not None:
             with ir.InsertionPoint(op), op.operation.location:
                 _replace(op.operation, convolution.write())
 
@@ -202,6 +208,8 @@ class _Convolution:
         image = behind_barrier(self._padded(_with_channels_last(self.image)))
         panels = self._panels()
         (sums,) = put(self._text(image, panels), [image, panels])
+        if self._count > 1:
+            (sums,) = put(_MERGED.format(parts=sums.type, y=floats(*self.made)), [sums])
         if maker_of(self.start) == "linalg.fill" and _is_zero(self.start.owner.operands[0]):
             return sums
         bias = _bias_of(self.start)
@@ -228,15 +236,27 @@ class _Convolution:
         (padded,) = put(text, [image])
         return padded
 
+    @property
+    def _count(self) -> int:
+        """How many panels there are."""
+        return int(self.made[-1]) // self.columns
+
     def _panels(self) -> Any:
+        """Lay out the weight as `[G, KH, KW, C, 32]`, or as `[KH, KW, C, F]`."""
         features, channels, *kernel = self.weight.type.shape
-        shape = features // self.columns, *kernel, channels, self.columns
-        text = _PACK.format(w=self.weight.type, panels=floats(*shape), columns=self.columns)
+        kind = self.weight.type
+        if self._count > 1:
+            shape = self._count, *kernel, channels, self.columns
+            text = _PACK.format(w=kind, panels=floats(*shape), columns=self.columns)
+        else:
+            moved = floats(*kernel, channels, features)
+            text = _MOVED.format(x=kind, moved=moved, order=[2, 3, 1, 0])
         (panels,) = put(text, [self.weight])
         return panels if is_weight(self.weight) else behind_barrier(panels)
 
     def _text(self, image: Any, panels: Any) -> str:
-        *places, features = self.made
+        *places, _ = self.made
+        panels_there = [self._count] if self._count > 1 else []
         row, column = (
             f"{there} * {step} + {place} * {apart}"
             for there, place, step, apart in zip(
@@ -246,25 +266,30 @@ class _Convolution:
         return _CONVOLUTION.format(
             x=image.type,
             panels=panels.type,
-            y=floats(*self.made),
-            parts=floats(*places, features // self.columns, self.columns),
-            parallel=", ".join(['"parallel"'] * 5),
+            parts=floats(*places, *panels_there, self.columns),
+            g="g, " if panels_there else "",
+            parallel=", ".join(['"parallel"'] * (4 + len(panels_there))),
             row=row,
             column=column,
             mark=f"{MARK} = {self.mark}",
         )
 
 
-def _convolution_of(op: Any, block: tuple[range, int]) -> _Convolution | None:
+def _convolution_of(op: Any, blocks: Sequence[tuple[range, int]]) -> _Convolution | None:
     """Read a convolution off; None if it is not written anew."""
     if (shapes := shapes_of(op)) is None:
         return None
     (count, *_), (features, channels, *kernel), (*_, height, width) = shapes
-    at_a_time, columns = block
-    images = max((n for n in at_a_time if count % n == 0), default=None)
+    block = next(
+        (
+            (max(n for n in at_a_time if count % n == 0), columns)
+            for at_a_time, columns in blocks
+            if features % columns == 0 and any(count % n == 0 for n in at_a_time)
+        ),
+        None,
+    )
     # IREE takes dimensions of one element out of device programs.
-    least = min(*kernel, height, width, features // columns, channels)
-    if images is None or features % columns or least < 2:
+    if block is None or min(*kernel, height, width, channels) < 2:
         return None
     if math.prod(kernel) > height * width:  # the gradient of a weight, whose blocks are others
         return None
@@ -275,9 +300,9 @@ def _convolution_of(op: Any, block: tuple[range, int]) -> _Convolution | None:
         weight=weight,
         start=start,
         made=[count, height, width, features],
-        columns=columns,
+        columns=block[1],
         mark=Mark(
-            images=images,
+            images=block[0],
             stride=[int(n) for n in op.attributes["strides"]],
             dilation=[int(n) for n in op.attributes["dilations"]],
             padding=padding or [(0, 0), (0, 0)],

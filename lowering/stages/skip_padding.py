@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,8 +60,9 @@ func.func @loops(%xs: {xs}, %ws: {ws}) -> (index, index, index) {{
         %x = affine.apply affine_map<(d0, d1) -> ({x})>(%column, %j)
         %pixels = iree_tensor_ext.dispatch.tensor.load %xs, offsets = [%image, %y, %x, 0],
             sizes = [{images}, 1, 1, {channels}], strides = [1, 1, 1, 1] : {xs} -> {pixels}
-        %factors = iree_tensor_ext.dispatch.tensor.load %ws, offsets = [%panel, %i, %j, 0, 0],
-            sizes = [1, 1, 1, {channels}, {columns}], strides = [1, 1, 1, 1, 1] : {ws} -> {factors}
+        %factors = iree_tensor_ext.dispatch.tensor.load %ws, offsets = [{panel}%i, %j, 0, 0],
+            sizes = [{one}1, 1, {channels}, {columns}], strides = [{one}1, 1, 1, 1]
+            : {ws} -> {factors}
         %next = linalg.matmul {{compilation_info = #compilation}}
             ins(%pixels, %factors : {pixels}, {factors}) outs(%sum : {tile}) -> {tile}
         scf.yield %next : {tile}
@@ -283,15 +285,15 @@ class _Program:
         from iree.compiler import ir
 
         old, followers, sums = self._ops, self._followers, self.op.results[0]
-        count, height, _, panels, columns = sums.type.shape
+        count, height, _, *panels, columns = sums.type.shape
         *_, end = self.function.regions[0].blocks[0].operations
         with ir.InsertionPoint(end), self.op.location:
             image, row, panel = put(self._loops(), [self.images, self.panels])
         *_, loop = self._ops
         (body,) = loop.regions[0].blocks
         *_, nest, end = body.operations
-        sizes = [self.mark.images, 1, 1, 1, columns]
-        tile = Tile(sizes, [image, row, body.arguments[0], panel, None])
+        where = [image, row, body.arguments[0], *([panel] if panels else []), None]
+        tile = Tile([self.mark.images, *[1] * (len(where) - 2), columns], where)
         with ir.InsertionPoint(end):
             write_tiled(followers, sums, nest.operation.results[0], tile)
         self.function.attributes[FLOPS] = ir.IntegerAttr.get(
@@ -300,24 +302,24 @@ class _Program:
         for op in reversed(old):
             if op.name != "arith.constant":
                 op.erase()
-        set_workgroups(self.executable, [height, panels, count // self.mark.images])
+        set_workgroups(self.executable, [height, *(panels or [1]), count // self.mark.images])
 
     def _flops(self) -> int:
         """Count the multiplications and additions."""
-        count, *made, panels, columns = self.op.results[0].type.shape
-        _, *kernel, channels, _ = inputs_of(self.op)[1].type.shape
+        count, *made = self.op.results[0].type.shape
+        *kernel, channels, _ = inputs_of(self.op)[1].type.shape[-4:]
         _, *sizes, _ = inputs_of(self.op)[0].type.shape
-        mark, steps = self.mark, 1
+        mark, steps = self.mark, 2 * count * channels * math.prod(made[2:])
         for places, window, size, step, apart, (before, after) in zip(
-            made, kernel, sizes, mark.stride, mark.dilation, mark.padding, strict=True
+            made[:2], kernel, sizes, mark.stride, mark.dilation, mark.padding, strict=True
         ):
             seen = range(before, size - after)
             steps *= sum(h * step + i * apart in seen for h in range(places) for i in range(window))
-        return int(2 * count * panels * columns * channels * steps)
+        return int(steps)
 
     def _loops(self) -> str:
-        _, _, width, _, columns = self.op.results[0].type.shape
-        _, *kernel, channels, _ = inputs_of(self.op)[1].type.shape
+        _, _, width, *panels, columns = self.op.results[0].type.shape
+        *kernel, channels, _ = inputs_of(self.op)[1].type.shape[-4:]
         _, *sizes, _ = inputs_of(self.op)[0].type.shape
         begins, ends, reads = list[str](), list[str](), list[str]()
         for size, step, apart, (before, after) in zip(
@@ -334,6 +336,8 @@ class _Program:
             columns=columns,
             channels=channels,
             width=width,
+            panel="%panel, " if panels else "",
+            one="1, " if panels else "",
             tile=floats(self.mark.images, columns),
             pixels=floats(self.mark.images, channels),
             factors=floats(channels, columns),

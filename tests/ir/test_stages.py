@@ -719,7 +719,12 @@ def test_a_block_is_of_several_images_where_rows_are_narrow(
         ("skylake-avx512", 8, 64, 8, 32),
         ("skylake-avx512", 24, 64, 12, 32),
         ("haswell", 8, 64, 4, 16),
-        ("skylake-avx512", 13, 64, None, 32),  # no whole number of blocks
+        ("skylake-avx512", 8, 48, 8, 16),
+        ("skylake-avx512", 26, 64, 13, 16),
+        ("skylake-avx512", 8, 32, 8, 32),  # one panel
+        ("skylake-avx512", 8, 16, 8, 16),
+        ("haswell", 9, 24, 9, 8),
+        ("skylake-avx512", 29, 64, None, 32),  # no whole number of blocks
         ("skylake-avx512", 8, 72, None, 32),
         ("sapphirerapids", 8, 64, None, 32),  # whose unit is faster
         ("nehalem", 8, 64, None, 32),

@@ -25,7 +25,11 @@ WINDOWS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "not padded": ((8, 16, 9, 8), (64, 3, 3), {}),
     "uneven": ((5, 16, 8, 8), (64, 2, 4), {"padding": "same"}),
     "of seven": ((8, 3, 20, 18), (64, 7, 7), {"padding": 3, "stride": 2}),
-    "of a number of images that no block has": ((13, 16, 7, 7), (64, 3, 3), {"padding": 1}),
+    "of one panel": ((8, 16, 7, 7), (32, 3, 3), {"padding": 1}),
+    "of one narrow panel": ((6, 5, 7, 9), (16, 3, 3), {"padding": 1, "stride": 2}),
+    "of several narrow panels": ((8, 16, 6, 6), (48, 3, 3), {"padding": 1}),
+    "of no whole panels": ((8, 16, 6, 6), (40, 3, 3), {"padding": 1}),
+    "of a number of images that no block has": ((29, 16, 7, 7), (64, 3, 3), {"padding": 1}),
     "of two images": ((2, 16, 7, 7), (64, 3, 3), {"padding": 1}),
 }
 FOLLOWS: dict[str, Follow] = {
@@ -50,6 +54,7 @@ MADE: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch
     "widened": lambda x, w: (x[:, :32].bfloat16().float(), w.to(torch.int8).float()),
     "ones": lambda x, w: (torch.ones(8, 32, 5, 6), w),
     "one image again and again": lambda x, w: (x[:1, :32].expand(8, -1, -1, -1), w),
+    "one panel": lambda x, w: (x[:, :32], w[:32]),
     "some features": lambda x, w: (torch.cat([x, x])[4:12, :32], torch.cat([w, w])[32:96]),
     "flipped": lambda x, w: (x[:, 16:].flip(2), w.flip(0)),
 }
