@@ -32,8 +32,8 @@ def aot_backend(
     """Return a backend of Dynamo's that hands functional graphs to three compilers.
 
     What a graph writes to its inputs stays in the graph, at its end (`lowering.capture`). Between
-    forward and backward as little is saved as can be computed again at no cost. A graph without
-    gradients that was traced before comes out of PyTorch's cache.
+    forward and backward as little is saved as can be computed again at no cost. What was traced
+    before comes out of PyTorch's cache (`npu_iree.aot_cache`).
 
     Args:
         options: of the `torch.compile` call.

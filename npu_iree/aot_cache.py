@@ -1,6 +1,7 @@
 """Graphs that AOTAutograd has traced before: PyTorch's cache keeps them, and we plan them again.
 
-Tracing and decomposing a graph is the most of a first call whose regions are all in the cache.
+Tracing and decomposing a graph is the most of a first call whose regions are all in the cache. Of a
+step of training, both graphs are kept, once its backward pass has been compiled.
 PyTorch keeps what AOTAutograd has made, by what Dynamo has captured, in its own cache folder
 (`TORCHINDUCTOR_CACHE_DIR`; `torch._functorch.config.enable_autograd_cache` turns it off). What is
 kept of ours is the functional graph, and nothing that was decided about it: what runs where, and
@@ -24,13 +25,14 @@ import torch
 import torch._functorch.config as functorch_config
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.callback import CallbackArgs, callback_handler
 from torch._functorch._aot_autograd.autograd_cache import (
     BypassAOTAutogradCache,
     should_bundle_autograd_cache,
     should_use_local_autograd_cache,
 )
 from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
-from torch._guards import TracingContext
+from torch._guards import CompileContext, TracingContext, compile_context, tracing
 from torch._inductor import codecache
 from torch._inductor.output_code import OutputCode
 from torch._library.utils import is_builtin
@@ -44,6 +46,8 @@ from npu_iree.options import Options
 from npu_iree.settings import Settings
 
 _Run = Callable[[list[Any]], list[Any]]
+_Compiler = Callable[[fx.GraphModule, Sequence[Any]], _Run]
+_COMPILERS = ("fw_compiler", "bw_compiler", "inference_compiler")
 _PYTORCHS = ("torch", "_operator", "math", "builtins")  # where functions are whose code we know
 # Who replaces an op of PyTorch's for one of these decides what is traced on the CPU.
 _DISPATCH_KEYS = frozenset(
@@ -61,11 +65,12 @@ _DISPATCH_KEYS = frozenset(
 
 @dataclass
 class TracedGraph(OutputCode):
-    """An inference graph of AOTAutograd's and what runs it, as PyTorch's cache takes it.
+    """A graph of AOTAutograd's and what runs it, as PyTorch's cache takes it.
 
     Attributes:
         pickled: the graph; empty if it is not to be kept.
-        metadata: what AOTAutograd has found out about its inputs and results.
+        metadata: what AOTAutograd has found out about inputs and results; None for a backward
+            graph, whose forward graph has it.
         graph_module: the graph, when it has come out of the cache.
         run: runs it; None while it lies in the cache.
     """
@@ -94,8 +99,27 @@ class TracedGraph(OutputCode):
         context = TracingContext.get()
         assert context.fake_mode is not None
         self.graph_module = graph_from_bytes(self.pickled, context.fake_mode)
-        context.fw_metadata = self.metadata
+        if self.metadata is not None:
+            context.fw_metadata = self.metadata
         _FOUND.get().append(self)
+
+    def compile(self, compiler: _Compiler) -> None:
+        """Compile the graph that came out of the cache."""
+        graph_module, self.graph_module = self.graph_module, None
+        nodes = graph_module.graph.find_nodes(op="placeholder")
+        self.run = compiler(graph_module, [node.meta["val"] for node in nodes])
+
+    def compile_at_first_call(self, compiler: _Compiler) -> None:
+        """Compile it when it is called, as AOTAutograd has backward graphs compiled."""
+        context, compiling = TracingContext.get(), CompileContext.try_get()
+
+        def run(inputs: list[Any]) -> list[Any]:
+            with tracing(context), compile_context(compiling), torch._C._DisableAutocast():
+                self.compile(compiler)
+            assert self.run is not None
+            return self.run(inputs)
+
+        self.run = run
 
 
 _FOUND: ContextVar[list[TracedGraph]] = ContextVar("found")
@@ -118,34 +142,62 @@ def trace(
     guards = _count_guards()
     if guards is None or not _can_be_kept(options, graph_module, inputs):
         return aot_autograd(**asked)(graph_module, inputs)
-    inference, found = asked["inference_compiler"], list[TracedGraph]()
+    found = list[TracedGraph]()
+    forward, backward, inference = (asked[name] for name in _COMPILERS)
 
-    def traced(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> TracedGraph:
+    def traced(
+        compiler: _Compiler, graph_module: fx.GraphModule, inputs: Sequence[Any]
+    ) -> TracedGraph:
         found.clear()  # what came out of the cache was refused
-        functorch_config.bundled_autograd_cache = True  # of training, we have no whole to keep
-        metadata = TracingContext.get().fw_metadata
+        _bundle()
+        metadata = TracingContext.get().fw_metadata if compiler is not backward else None
         # What comes out of the cache is called without the tokens that order effects.
         is_ordered = metadata is not None and bool(metadata.tokens)
         pickled = b"" if is_ordered else _pickled(graph_module, guards)
         graph = TracedGraph(pickled, metadata)
-        graph.run = inference(graph_module, inputs)  # which changes it
+        graph.run = compiler(graph_module, inputs)  # which changes it
         return graph
 
     kept = {
-        "fw_compiler": SerializableAOTDispatchCompiler(TracedGraph, asked["fw_compiler"]),
-        "inference_compiler": traced,
+        name: SerializableAOTDispatchCompiler(TracedGraph, functools.partial(traced, asked[name]))
+        for name in _COMPILERS
     }
     token = _FOUND.set(found)
     try:
         with _pytorchs_key(options, graph_module, inputs), _old_objects_at_rest():
             compiled = aot_autograd(**{**asked, **kept})(graph_module, inputs)
-            for graph in found:
-                nodes = graph.graph_module.graph.find_nodes(op="placeholder")
-                graph.run = inference(graph.graph_module, [node.meta["val"] for node in nodes])
-                graph.graph_module = None
+            if len(found) == 1:
+                found[0].compile(inference)
+            elif found:
+                found[0].compile(forward)
+                found[1].compile_at_first_call(backward)
     finally:
         _FOUND.reset(token)
     return compiled
+
+
+_IS_BUNDLED = ContextVar(
+    "is_bundled", default=False
+)  # by us, as is PyTorch's own switch: a thread's
+
+
+def _bundle() -> None:
+    """Have PyTorch keep what compilers give it, until the compile ends.
+
+    It does so when both graphs of a step are there. The second is compiled in a call, of which we
+    see no end but by PyTorch's callback.
+    """
+    if not functorch_config.bundled_autograd_cache:
+        functorch_config.bundled_autograd_cache = True
+        if _unbundle not in callback_handler.end_callbacks:
+            callback_handler.register_end_callback(_unbundle)
+        _IS_BUNDLED.set(True)
+
+
+def _unbundle(_: CallbackArgs) -> None:
+    if _IS_BUNDLED.get():
+        functorch_config.bundled_autograd_cache = False
+        _IS_BUNDLED.set(False)
 
 
 def _pickled(graph_module: fx.GraphModule, guards: int) -> bytes:

@@ -232,13 +232,87 @@ def test_sizes_that_depend_on_data_keep_their_guards(found: Counter[str]) -> Non
     assert not {"autograd_cache_saved", "autograd_cache_hit"} & found.keys()
 
 
-def test_a_training_step_is_traced_each_time(found: Counter[str]) -> None:
+def test_a_training_step_is_traced_once(
+    found: Counter[str], cold_counts: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kept once its backward pass is compiled; that is compiled when it is first run."""
+    counts = cold_counts
+    monkeypatch.setenv("NPU_IREE_CACHE", str(tmp_path))
     weight = torch.randn(8, 8, requires_grad=True)
     expected = torch.autograd.grad(torch.tanh(X @ weight).sum(), weight)
-    for _ in range(2):
+    for hits in (0, 1, 2):
         compiled = anew(lambda x: torch.tanh(x @ weight))
+        y = compiled(X)
+        assert (found["autograd_cache_saved"], found["autograd_cache_hit"]) == (hits > 0, hits)
+        assert counts["regions"] == 2 * hits + 1
+        for _ in range(2):
+            assert_same(torch.autograd.grad(y.sum(), weight, retain_graph=True), expected)
+        assert counts["regions"] == 2 * hits + 2
         assert_same(torch.autograd.grad(compiled(X).sum(), weight), expected)
+        assert (counts["compiles"], counts["cache_hits"]) == (2, 2 * hits)
+        assert not functorch_config.bundled_autograd_cache
+    assert found["autograd_cache_saved"] == 1
+
+
+class Trained(nn.Module):
+    """What writes to its buffers, and draws numbers, in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.second.weight = nn.Parameter(self.first.weight.t().detach().clone())
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = nn.functional.dropout(self.norm(self.first(x)), 0.5, self.training)
+        return self.second(y), y.detach() + 1
+
+
+def test_steps_from_the_cache_are_those_that_were_traced(found: Counter[str]) -> None:
+    """Gradients, statistics, numbers drawn, and what is frozen."""
+    torch.manual_seed(0)
+    given = Trained().state_dict()
+    steps = []
+    for hits in (0, 1):
+        model = Trained()
+        model.load_state_dict(given)
+        compiled, results = anew(model), list[Any]()
+        torch.manual_seed(1)
+        for x in (X, 2 * X):
+            y, other = compiled(x)
+            y.square().sum().backward()
+            results += [y.detach(), other]
+        assert found["autograd_cache_hit"] == hits
+        steps.append([*results, *(p.grad for p in model.parameters()), *model.buffers()])
+    assert_same(steps[1], steps[0])
+    model.first.requires_grad_(False)
+    model.zero_grad()
+    anew(model)(X)[0].sum().backward()
+    assert found["autograd_cache_hit"] == 1, "what has no gradient is another graph"
+    assert [p.grad is None for p in model.parameters()] == [True, True] + [False] * 4
+
+
+def test_a_step_without_a_backward_pass_is_traced_each_time(found: Counter[str]) -> None:
+    """Its backward graph is not compiled for nothing."""
+    for _ in range(2):
+        assert_same(anew(torch.tanh)(X.clone().requires_grad_()).detach(), torch.tanh(X))
     assert (found["autograd_cache_saved"], found["autograd_cache_hit"]) == (0, 0)
+
+
+def test_a_backward_pass_that_fails_leaves_the_cache_as_it_was(
+    found: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> Any:
+        raise RuntimeError("no backward pass")
+
+    x = X.clone().requires_grad_()
+    y = anew(lambda x: torch.tanh(x) * 3)(x)
+    with monkeypatch.context() as patch:
+        patch.setattr("npu_iree.aot_cache._pickled", refuse)
+        with pytest.raises(RuntimeError, match="no backward pass"):
+            y.sum().backward()
+    assert not functorch_config.bundled_autograd_cache
+    assert found["autograd_cache_saved"] == 0
 
 
 def test_effects_in_their_order_are_traced_each_time(found: Counter[str]) -> None:
