@@ -30,7 +30,7 @@ _SMALL_IMAGE = 256
 # Images and features of a block that registers hold of any CPU that has them, but for one with a
 # matrix unit (`lowering.stages.mark_convolutions`).
 _IMAGES, _FEATURES = (4, 5, 6), 16
-_HAS_BLOCKS = has_here(("avx2", "fma")) and not has_here(("amx-tile", "amx-bf16"))
+_VECTORS, _MATRIX_UNIT = ("avx2", "fma"), ("amx-tile", "amx-bf16")
 # Of halves, a product is so much faster (3x3 on 56x56, 64 channels, in bf16: 1.0 ms instead of 3.8,
 # two cores of an EPYC, Zen 4; and compiled in 2.6 s instead of 31) that larger ones are, too.
 _MOST_BYTES_OF_HALVES = 64 << 20
@@ -127,19 +127,18 @@ def _product(x: torch.Tensor, weight: torch.Tensor, window: Window) -> Any:
 
 
 def _writes_windows(x: torch.Tensor, weight: torch.Tensor, window: Window) -> bool:
-    count, *sizes, _ = x.shape
+    _, *sizes, _ = x.shape
     if not is_worth_writing(x, sizes, math.prod(window.kernel)):
         return False
     made = [
         (size + 2 * pad - apart * (seen - 1) - 1) // step + 1
         for size, seen, step, pad, apart in zip(sizes, *window, strict=True)
     ]
-    return not is_left_to_blocks(x, count, weight.shape[:2], window.kernel, made)
+    return not is_left_to_blocks(x, weight.shape[:2], window.kernel, made)
 
 
 def is_left_to_blocks(
     x: torch.Tensor,
-    count: int,
     channels: Sequence[int],
     kernel: Sequence[int],
     sizes: Sequence[int],
@@ -148,16 +147,17 @@ def is_left_to_blocks(
 
     Args:
         x: the images, or the gradient of such.
-        count: how many there are.
         channels: of what is made, and of what is read.
         kernel: how high and wide a window is.
         sizes: how high and wide what is made is.
     Source: what `lowering.stages.mark_convolutions` takes, on each kind of CPU that it is for.
     """
-    if x.dtype is not torch.float32 or not are_known([count]) or not _HAS_BLOCKS:
+    if x.dtype is not torch.float32 or not are_known(x.shape[:1]):
+        return False
+    if not has_here(_VECTORS) or has_here(_MATRIX_UNIT):
         return False
     made, read = channels
-    is_whole = any(count % n == 0 for n in _IMAGES) and made % _FEATURES == 0
+    is_whole = any(x.shape[0] % n == 0 for n in _IMAGES) and made % _FEATURES == 0
     is_large = min(read, *kernel, *sizes) > 1
     return is_whole and is_large and math.prod(kernel) <= math.prod(sizes)
 

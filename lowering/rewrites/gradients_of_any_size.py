@@ -99,9 +99,7 @@ def gradient_of_input(
     is_product = (
         is_plain
         and is_worth_writing(gradient, sizes, math.prod(window.kernel))
-        and not is_left_to_blocks(
-            gradient, x.shape[0], [x.shape[1], gradient.shape[1]], window.kernel, sizes
-        )
+        and not is_left_to_blocks(gradient, [x.shape[1], gradient.shape[1]], window.kernel, sizes)
     )
     if math.prod(window.stride) > 1 or is_product:  # which need no flipped weight
         return _by_phases(gradient, x, weight, window, groups)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lowering.stages.dispatch_work import walk
-from lowering.stages.symbols import inside, symbol_of
+from lowering.stages.dispatch_work import LOAD, STORE, walk
+from lowering.stages.symbols import inside, maker_of, symbol_of
 from lowering.stages.templates import put
 
 DISPATCH, EXECUTABLE, EXPORT = "flow.dispatch", "flow.executable", "flow.executable.export"
-LOAD = "iree_tensor_ext.dispatch.tensor.load"
-STORE = "iree_tensor_ext.dispatch.tensor.store"
 _COUNTS = """
 func.func @counts() -> (index, index, index) {{
   %x = arith.constant {counts[0]} : index
@@ -79,3 +77,8 @@ def is_at(op: Any, begin: Sequence[int]) -> bool:
     is_known = len(op.operands) == (2 if op.name == STORE else 1)
     offsets, steps = (list(op.attributes[f"static_{name}"]) for name in ("offsets", "strides"))
     return is_known and offsets == list(begin) and set(steps) <= {1}
+
+
+def is_loaded(value: Any) -> bool:
+    """Say whether a value is what an argument has from its begin on."""
+    return maker_of(value) == LOAD and is_at(value.owner, [0] * len(value.type.shape))

@@ -11,7 +11,7 @@ from lowering.stages.structured import inputs_of, is_elementwise
 
 _ITEM = "hal.interface.workgroup.id"
 FLOPS = "npu_iree.flops"  # of a function: those of loops whose steps depend on their place
-_LOAD, STORE = "iree_tensor_ext.dispatch.tensor.load", "iree_tensor_ext.dispatch.tensor.store"
+LOAD, STORE = "iree_tensor_ext.dispatch.tensor.load", "iree_tensor_ext.dispatch.tensor.store"
 _TENSOR = re.compile(r"\btensor<([\dx]+)x\w+>")  # of known sizes
 _WHOLE = re.compile(r"\btensor<([\dx?]+)x(\w+)>")
 # What is no arithmetic in the body of a loop: comparisons, choices, casts, indexing.
@@ -41,7 +41,7 @@ def bytes_moved(ops: Sequence[Any]) -> int | None:
     """
     if any(op.name in _INDEXED for op in ops):
         return None
-    loads, stores = ([op for op in ops if op.name == name] for name in (_LOAD, STORE))
+    loads, stores = ([op for op in ops if op.name == name] for name in (LOAD, STORE))
     if any(op.name == _ITEM for op in ops):
         wholes = {op.operands[place] for place, of in ((0, loads), (1, stores)) for op in of}
         sizes = [_bytes_of_whole(whole) for whole in wholes]

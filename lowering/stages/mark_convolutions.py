@@ -12,7 +12,7 @@ from lowering.cpu import best_for
 from lowering.stages.barrier import behind_barrier
 from lowering.stages.factors import is_weight, shapes_of
 from lowering.stages.multiply_tiles import has_tiles
-from lowering.stages.symbols import inside, maker_of
+from lowering.stages.symbols import constant_of, inside, maker_of
 from lowering.stages.templates import floats, put
 
 # Beside an op that was marked, by `Mark`.
@@ -210,7 +210,7 @@ class _Convolution:
         (sums,) = put(self._text(image, panels), [image, panels])
         if self._count > 1:
             (sums,) = put(_MERGED.format(parts=sums.type, y=floats(*self.made)), [sums])
-        if maker_of(self.start) == "linalg.fill" and _is_zero(self.start.owner.operands[0]):
+        if maker_of(self.start) == "linalg.fill" and constant_of(self.start.owner.operands[0]) == 0:
             return sums
         bias = _bias_of(self.start)
         if bias is not None:
@@ -320,7 +320,7 @@ def _padding_of(value: Any) -> list[tuple[int, int]] | None:
     *_, end = value.owner.regions[0].blocks[0].operations
     low, high = (list(value.owner.attributes[f"static_{name}"]) for name in ("low", "high"))
     is_of_places = not any([*low[:2], *high[:2]]) and min(*low, *high) >= 0
-    if not is_of_places or not _is_zero(end.operands[0]):
+    if not is_of_places or constant_of(end.operands[0]) != 0:
         return None
     return [(low[2], high[2]), (low[3], high[3])]
 
@@ -340,11 +340,3 @@ def _bias_of(value: Any) -> Any:
         return None
     is_bias = list(value.owner.attributes["dimensions"]) == [0, 2, 3]
     return value.owner.operands[0] if is_bias else None
-
-
-def _is_zero(value: Any) -> bool:
-    from iree.compiler import ir
-
-    if maker_of(value) != "arith.constant":
-        return False
-    return bool(ir.FloatAttr(value.owner.attributes["value"]).value == 0.0)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from lowering.stages.device_programs import DISPATCH, EXECUTABLE, STORE, functions_of, set_type
-from lowering.stages.dispatch_work import made_by, sizes_of, walk
+from lowering.stages.device_programs import DISPATCH, EXECUTABLE, functions_of, set_type
+from lowering.stages.dispatch_work import STORE, made_by, sizes_of, walk
 from lowering.stages.symbols import inside, maker_of, symbol_of
 
 _PACKS = "iree_encoding.set_encoding"

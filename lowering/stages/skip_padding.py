@@ -10,18 +10,17 @@ from lowering.stages.device_programs import (
     DISPATCH,
     EXECUTABLE,
     EXPORT,
-    LOAD,
-    STORE,
     argument_type,
     dispatches_of,
     entry_of,
     functions_of,
     is_at,
+    is_loaded,
     place_of,
     set_type,
     set_workgroups,
 )
-from lowering.stages.dispatch_work import FLOPS
+from lowering.stages.dispatch_work import FLOPS, LOAD, STORE
 from lowering.stages.mark_convolutions import Mark
 from lowering.stages.structured import inputs_of
 from lowering.stages.symbols import inside, maker_of, symbol_of
@@ -146,7 +145,7 @@ class _Program:
         """Find the convolution in a program; None if there is none."""
         for function in functions_of(executable):
             for op in function.regions[0].blocks[0].operations:
-                if (mark := Mark.of(op)) is not None and all(map(_is_loaded, inputs_of(op))):
+                if (mark := Mark.of(op)) is not None and all(map(is_loaded, inputs_of(op))):
                     images, panels = (value.owner.operands[0] for value in inputs_of(op))
                     return cls(executable, function, op.operation, mark, images, panels)
         return None
@@ -216,7 +215,6 @@ class _Program:
         Returns:
             The program, or two: one for where they are, and one for where they are not.
         """
-
         dispatches = dispatches_of(module, self.executable)
         places = [place_of(dispatch, self.images) for dispatch in dispatches]
         sources = [
@@ -247,10 +245,9 @@ class _Program:
         with ir.InsertionPoint(self.executable):
             executable = self.executable.operation.clone()
         (export,), (function,) = inside(executable, EXPORT), functions_of(executable)
-        name = f"{symbol_of(function)}_of_padded"
         for op in (executable, export, function):
             op.attributes["sym_name"] = ir.StringAttr.get(f"{symbol_of(op)}_of_padded")
-        export.attributes["function_ref"] = ir.FlatSymbolRefAttr.get(name)
+        export.attributes["function_ref"] = ir.FlatSymbolRefAttr.get(symbol_of(function))
         program = self.of(executable)
         assert program is not None
         return program
@@ -350,7 +347,3 @@ class _Program:
             y=reads[0],
             x=reads[1],
         )
-
-
-def _is_loaded(value: Any) -> bool:
-    return maker_of(value) == LOAD and is_at(value.owner, [0] * len(value.type.shape))

@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowering.stages.device_programs import LOAD, STORE, is_at
+from lowering.stages.device_programs import is_at, is_loaded
+from lowering.stages.dispatch_work import STORE
 from lowering.stages.structured import inputs_of, is_elementwise
 from lowering.stages.symbols import maker_of
 from lowering.stages.templates import put, tensor
@@ -95,9 +96,8 @@ def can_be_tiled(ops: Iterable[Any], value: Any) -> bool:
             constants and empty tensors.
         value: of any rank; all that is computed has its shape.
     """
-    tiled = {value}
+    tiled, rank = {value}, len(value.type.shape)
     for op in ops:
-        rank = len(value.type.shape)
         if not (_stores_whole(op, tiled, rank) or _computes_tiles(op, tiled, rank)):
             return False
         tiled.update(op.results)
@@ -166,13 +166,9 @@ def _computes_tiles(op: Any, tiled: Collection[Any], rank: int) -> bool:
     inputs, whole, loops = inputs_of(op), list(range(rank)), _loops_of(op)
     read, made = loops[: len(inputs)], loops[len(inputs) :]
     return all(dims == whole for dims in made) and all(
-        dims == whole if value in tiled else _is_loaded(value, dims)
+        dims == whole if value in tiled else -1 not in dims and is_loaded(value)
         for value, dims in zip(inputs, read, strict=True)
     )
-
-
-def _is_loaded(value: Any, dims: Sequence[int]) -> bool:
-    return -1 not in dims and maker_of(value) == LOAD and is_at(value.owner, [0] * len(dims))
 
 
 def _reads_more(op: Any) -> bool:
