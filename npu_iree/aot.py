@@ -19,9 +19,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lowering.decompositions import decomposition_table
 from lowering.plan import Plan
 from lowering.sizes import size_hint
+from lowering.target import CompileTarget
 from npu_iree.aot_cache import trace
 from npu_iree.empty_sizes import may_be_empty
 from npu_iree.options import Options
+from npu_iree.saved_images import save_channels_last
 
 _Compile = Callable[..., Any]
 
@@ -46,7 +48,7 @@ def aot_backend(
         "bw_compiler": backward,
         "inference_compiler": inference,
         "decompositions": _Table(options.whole_ops, options.decompositions, options.rng),
-        "partition_fn": _partition,
+        "partition_fn": functools.partial(_partition, options.target_value.compile),
         "keep_inference_input_mutations": True,
     }
     return functools.partial(trace, options, asked)
@@ -130,13 +132,17 @@ def allow_second_backward() -> None:
         found.bw_donated_idxs = []
 
 
-def _partition(joint: fx.GraphModule, inputs: Any, *, num_fwd_outputs: int, **kwargs: Any) -> Any:
+def _partition(
+    target: CompileTarget, joint: fx.GraphModule, inputs: Any, **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Cut a joint graph into forward and backward."""
+    results = kwargs["num_fwd_outputs"]
     _read_before_written(joint.graph)
-    _save_compared(joint.graph, num_fwd_outputs)
+    _save_compared(joint.graph, results)
     _read_again(joint.graph)
-    kwargs["num_fwd_outputs"] = num_fwd_outputs
-    return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
+    save_channels_last(forward, backward, results, target)
+    return forward, backward
 
 
 def _save_compared(graph: fx.Graph, results: int) -> None:

@@ -317,7 +317,8 @@ def _tag(options: Options, graph_module: fx.GraphModule, inputs: Sequence[Any]) 
     )
     offsets = [value.storage_offset() for value in inputs]
     lines = [str(node.meta.get("stack_trace")) for node in graph_module.graph.nodes]
-    parts = (_build(), sorted(options.whole_ops), options.rng, state, offsets, lines)
+    ours = sorted(options.whole_ops), options.rng, options.target_value.compile.rewrites
+    parts = (_build(), *ours, state, offsets, lines)
     return f"npu_iree {text_digest(repr(parts))}"
 
 
@@ -325,7 +326,8 @@ def _tag(options: Options, graph_module: fx.GraphModule, inputs: Sequence[Any]) 
 def _build() -> Sequence[str]:
     """Return what traces: our decompositions, and what AOTAutograd is asked for."""
     here = Path(__file__)
-    ours = [path.read_text() for path in (here, here.with_name("aot.py"))]
+    names = ("aot.py", "aot_cache.py", "saved_images.py")
+    ours = [here.with_name(name).read_text() for name in names]
     return [*map(str, compiler_build().items()), *map(text_digest, ours)]
 
 

@@ -247,11 +247,9 @@ def _largest(
         lowest: what all of them may be.
         start: the place then.
     """
-    largest: Any = None
+    largest: Any = lowest
     place = start
     for values, candidate in candidates:
-        if largest is None:
-            largest = torch.full_like(values, lowest)
         is_larger = values > largest
         if values.dtype.is_floating_point:
             is_larger = is_larger | (values != values)

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from typing_extensions import override
 
 from lowering.nodes import takes_tensors
-from lowering.rewrites.forms import Forms
+from lowering.rewrites.forms import Forms, is_pointwise
 from lowering.rewrites.windows import MOST_PLACES, Window, to_first, to_last, windows
 from lowering.sizes import are_same
 
@@ -48,10 +48,15 @@ class ChannelsLast(Forms):
         return self._permuted(node, self.moved[node], to_first)
 
     @override
+    def leads(self, operand: fx.Node, node: fx.Node) -> bool:
+        return _leads(operand.meta["val"].shape, node.meta["val"].shape)
+
+    @override
     def aligned(self, operand: fx.Node, node: fx.Node) -> Any:
         given, rank = operand.meta["val"], node.meta["val"].ndim
         if statically_known_true(given.numel() == node.meta["val"].numel()):
-            return None  # an image with channels first: to move it costs what this is to save
+            # If an image with channels first: to move it costs what this is to save.
+            return self._repeated(operand)
         if operand in self.moved and given.ndim == rank:
             return self.moved[operand]
         return self.write(node, _aligned, self.as_plain(operand), rank)
@@ -60,6 +65,9 @@ class ChannelsLast(Forms):
     def move(self, node: fx.Node) -> bool:
         if node.target is aten.permute.default:
             return self.takes(node) and self._move_permute(node)
+        if node.target is aten.clone.default and node.all_input_nodes[0] in self.moved:
+            self.moved[node] = self.moved[node.all_input_nodes[0]]  # all that a region has is dense
+            return True
         if self.move_pointwise(node):
             return True
         pool = _pool_of(node)
@@ -79,8 +87,28 @@ class ChannelsLast(Forms):
             self.plain[node] = self.moved.pop(node)
         return is_moved
 
+    def _repeated(self, node: fx.Node) -> Any:
+        """Write what is one number at all places of a channel; None: it may not be.
+
+        Such is the gradient of a mean.
+        """
+        if node.target is aten.expand.default:
+            source, sizes = cast(tuple[fx.Node, Sequence[int]], node.args)
+            shape = source.meta["val"].shape
+            if len(shape) != len(sizes) or not are_same(shape[2:], [1] * (len(sizes) - 2)):
+                return None
+            return self.write(node, _expand, self.as_plain(source), sizes)
+        operands = node.all_input_nodes
+        if not is_pointwise(node) or len(operands) != 1:
+            return None
+        value = self._repeated(operands[0])
+        if value is None or value is NotImplemented:
+            return value
+        function = functools.partial(cast(Callable[..., Any], node.target), **node.kwargs)
+        return self.write(node, function, *fx.map_arg(node.args, lambda _: value))
+
     def _move_permute(self, node: fx.Node) -> bool:
-        """Leave out a permutation that puts channels last, or first."""
+        """Leave out a permutation that puts channels last, or first; make one of any other two."""
         source, dims = cast(tuple[fx.Node, Sequence[int]], node.args)
         rank = len(dims)
         order = [d % rank for d in dims]
@@ -93,6 +121,10 @@ class ChannelsLast(Forms):
         if order == to_first(rank):
             self.moved[node] = self.as_plain(source)
             return True
+        if source in self.moved:
+            whole = [to_first(rank)[d] for d in order]
+            self.plain[node] = self.write(node, _permute, self.moved[source], whole)
+            return True
         return False
 
     def _is_moved(self, operand: fx.Node) -> bool:
@@ -100,6 +132,36 @@ class ChannelsLast(Forms):
 
     def _permuted(self, node: fx.Node, value: Any, order: Callable[[int], list[int]]) -> Any:
         return self.write(node, _permute, value, order(node.meta["val"].ndim))
+
+
+def images_of(graph: fx.Graph) -> set[fx.Node]:
+    """Return what `ChannelsLast` has with channels last, where the graph computes all of it anew.
+
+    Args:
+        graph: functional, with convolutions as they are captured; every node carries its value.
+    """
+    found = set[fx.Node]()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, torch.Tensor):
+            continue
+        source = _pool_of(node) or node
+        given = [n for n in source.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        if node.target is aten.convolution.default:
+            is_image = value.ndim >= _LEAST_RANK
+        elif is_pointwise(node):
+            is_image = any(n in found and _leads(n.meta["val"].shape, value.shape) for n in given)
+        else:
+            is_kept = source is not node or node.target in _KEEPING
+            is_image = is_kept and bool(given) and found.issuperset(given)
+        if is_image:
+            found.add(node)
+    return found
+
+
+def _leads(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    """Say whether something has all images and channels of what is computed of it."""
+    return len(shape) == len(whole) and are_same(shape[:2], whole[:2])
 
 
 def _permute(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
@@ -111,6 +173,11 @@ def _aligned(x: torch.Tensor, rank: int) -> torch.Tensor:
     if x.ndim == 0:
         return x
     return x.reshape([1] * (rank - x.ndim) + list(x.shape)).permute(to_last(rank))
+
+
+def _expand(x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    order = to_last(x.ndim)
+    return x.permute(order).expand([sizes[dim] for dim in order])
 
 
 def _pool_of(node: fx.Node) -> fx.Node | None:
@@ -149,12 +216,17 @@ def _pad(x: torch.Tensor, amounts: Sequence[int], *value: float) -> torch.Tensor
     return y
 
 
-def _mean(x: torch.Tensor, dims: Sequence[int] | None, keepdim: bool = False) -> Any:
+def _reduced(
+    op: Callable[..., torch.Tensor],
+    x: torch.Tensor,
+    dims: Sequence[int] | None,
+    keepdim: bool = False,
+) -> Any:
     places = [_place(d, x.ndim) for d in dims or range(x.ndim)]
     has_order = keepdim or not {0, x.ndim - 1} & {*places}  # of N and C, as they were
     if not has_order and len(places) < x.ndim - 1:
         return _UNCHANGED
-    return x.mean(places, keepdim)
+    return op(x, places, keepdim)
 
 
 def _slice(x: torch.Tensor, dim: int = 0, *bounds: Any) -> torch.Tensor:
@@ -165,6 +237,11 @@ def _slice(x: torch.Tensor, dim: int = 0, *bounds: Any) -> torch.Tensor:
 def _place(dim: int, rank: int) -> int:
     """Return where, of channels last, a dimension is."""
     return to_last(rank).index(dim % rank)
+
+
+def _unsqueeze(x: torch.Tensor, dim: int) -> Any:
+    rank = x.ndim + 1
+    return x.unsqueeze(_place(dim, rank)) if dim % rank > 1 else _UNCHANGED
 
 
 def _view(x: torch.Tensor, size: Sequence[int]) -> Any:
@@ -178,10 +255,14 @@ def _view(x: torch.Tensor, size: Sequence[int]) -> Any:
 
 _LEAST_RANK = 3  # of what has channels and places
 _OPS: Mapping[Any, Callable[..., Any]] = {
+    aten.alias.default: aten.alias.default,
     aten.cat.default: _cat,
     aten.constant_pad_nd.default: _pad,
-    aten.mean.dim: _mean,
+    aten.mean.dim: functools.partial(_reduced, aten.mean.dim),
     aten.slice.Tensor: _slice,
+    aten.sum.dim_IntList: functools.partial(_reduced, aten.sum.dim_IntList),
+    aten.unsqueeze.default: _unsqueeze,
     aten.view.default: _view,
     prims.convert_element_type.default: prims.convert_element_type.default,
 }
+_KEEPING = _OPS.keys() - {aten.view.default}  # which may be of what is no image

@@ -72,6 +72,10 @@ class Forms(ABC):
     def aligned(self, operand: fx.Node, node: fx.Node) -> Any:
         """Write an operand such that it goes with those in the other form; None: it cannot."""
 
+    def leads(self, operand: fx.Node, node: fx.Node) -> bool:
+        """Say whether an op is computed in the other form for this operand: it has all numbers."""
+        return are_same(operand.meta["val"].shape, node.meta["val"].shape)
+
     def copied(self, node: fx.Node) -> None:  # noqa: B027
         """See a node that is as it was; most are left at that."""
 
@@ -103,12 +107,12 @@ class Forms(ABC):
         return True
 
     def move_pointwise(self, node: fx.Node) -> bool:
-        """Write an op of each number by itself, if an operand of all of its numbers is moved."""
-        if not _is_pointwise(node) or not self.takes(node):
+        """Write an op of each number by itself, if an operand that `leads` it is moved."""
+        if not is_pointwise(node) or not self.takes(node):
             return False
-        shape, operands = node.meta["val"].shape, dict[fx.Node, Any]()
+        operands = dict[fx.Node, Any]()
         for operand in node.all_input_nodes:
-            if operand in self.moved and are_same(operand.meta["val"].shape, shape):
+            if operand in self.moved and self.leads(operand, node):
                 operands[operand] = self.moved[operand]
         if not operands:
             return False
@@ -124,7 +128,8 @@ class Forms(ABC):
         return self.moves(node, self.write(node, function, *args))
 
 
-def _is_pointwise(node: fx.Node) -> bool:
+def is_pointwise(node: fx.Node) -> bool:
+    """Say whether an op computes each number by itself, of those in its place."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     tags = node.target.tags

@@ -281,6 +281,10 @@ STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tens
     "cat": lambda x, c, y: torch.cat([x[:, 3:], y[:, :3]], 1),
     "by_channel": lambda x, c, y: torch.conv2d(x, c.view(6, 1, 1, 1), padding=0, groups=6),
     "flat": lambda x, c, y: (x.flatten(2) + c.view(-1, 1)).view(x.shape),
+    "sums": lambda x, c, y: x - x.sum([0, 2, 3], True) + x.sum([0, 2, 3]).view(-1, 1, 1),
+    "copies": lambda x, c, y: aten.alias.default(x.clone()),
+    "places": lambda x, c, y: torch.where(x.unsqueeze(-1) > c, x.unsqueeze(-1), c).mean(-1),
+    "repeated": lambda x, c, y: x + (c.view(1, -1, 1, 1).expand(x.shape) / 49),
 }  # fmt: skip
 
 
@@ -296,6 +300,17 @@ def test_between_convolutions_channels_stay_last(step: str) -> None:
     rewritten = rewrite(graph_of(network, x, c, one, two), TARGET)
     assert images_permuted(rewritten) == 1  # what is given
     torch.testing.assert_close(Dense(rewritten).run(x, c, one, two), network(x, c, one, two))
+
+
+def test_another_order_is_made_of_channels_last() -> None:
+    x, weight = torch.randn(2, 3, 5, 7), torch.randn(6, 3, 1, 1)
+
+    def network(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.conv2d(x, weight).relu().permute(3, 1, 0, 2) * 2
+
+    rewritten = rewrite(graph_of(network, x, weight), TARGET)
+    assert images_permuted(rewritten) == 2  # what is given, and this
+    torch.testing.assert_close(Dense(rewritten).run(x, weight), network(x, weight))
 
 
 @settings(max_examples=40, deadline=None)
