@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowering.nodes import origin_of
 from lowering.rewrites.channels_last import images_of
 from lowering.rewrites.windows import to_first, to_last
 from lowering.target import CompileTarget
@@ -45,6 +46,7 @@ def save_channels_last(
         rank, argument = image.meta["val"].ndim, given[image.name]
         with forward.graph.inserting_before(forward.graph.output_node()):
             saved[i] = _permuted(forward.graph, image, to_last(rank))
+        saved[i]._rename(f"{image.name}_last")
         argument.meta = {**argument.meta, "val": saved[i].meta["val"]}
         argument.meta.pop("tensor_meta", None)
         users = set(argument.users)
@@ -65,7 +67,7 @@ def _permuted(graph: fx.Graph, node: fx.Node, order: Sequence[int]) -> fx.Node:
     sizes = [value.shape[dim] for dim in order]
     strides = [value.stride(dim) for dim in order]
     view = graph.call_function(aten.permute.default, (node, list(order)))
-    view.meta = {"val": value.new_empty_strided(sizes, strides)}
+    view.meta = {**origin_of(node.meta), "val": value.new_empty_strided(sizes, strides)}
     copy = graph.call_function(aten.clone.default, (view,), dense)
-    copy.meta = {"val": value.new_empty(sizes)}
+    copy.meta = {**origin_of(node.meta), "val": value.new_empty(sizes)}
     return copy

@@ -55,7 +55,7 @@ class ChannelsLast(Forms):
     def aligned(self, operand: fx.Node, node: fx.Node) -> Any:
         given, rank = operand.meta["val"], node.meta["val"].ndim
         if statically_known_true(given.numel() == node.meta["val"].numel()):
-            # If an image with channels first: to move it costs what this is to save.
+            # To move an image with channels first costs what this is to save.
             return self._repeated(operand)
         if operand in self.moved and given.ndim == rank:
             return self.moved[operand]
@@ -152,8 +152,8 @@ def images_of(graph: fx.Graph) -> set[fx.Node]:
         elif is_pointwise(node):
             is_image = any(n in found and _leads(n.meta["val"].shape, value.shape) for n in given)
         else:
-            is_kept = source is not node or node.target in _KEEPING
-            is_image = is_kept and bool(given) and found.issuperset(given)
+            is_of_images = source is not node or node.target in _OF_IMAGES
+            is_image = is_of_images and bool(given) and found.issuperset(given)
         if is_image:
             found.add(node)
     return found
@@ -265,4 +265,14 @@ _OPS: Mapping[Any, Callable[..., Any]] = {
     aten.view.default: _view,
     prims.convert_element_type.default: prims.convert_element_type.default,
 }
-_KEEPING = _OPS.keys() - {aten.view.default}  # which may be of what is no image
+# What gives images of images, wherever these have channels.
+_OF_IMAGES = frozenset(
+    {
+        aten.alias.default,
+        aten.cat.default,
+        aten.clone.default,
+        aten.constant_pad_nd.default,
+        aten.slice.Tensor,
+        prims.convert_element_type.default,
+    }
+)

@@ -88,6 +88,21 @@ def test_images_are_saved_with_channels_last(count: int, counts: Counter[str]) -
     assert counts["host_ops"] == counts["refused_flags"] == 0
 
 
+def test_sums_of_images_are_saved_as_they_are() -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Conv2d(3, 8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.one(x)
+            y = y * y.sum((0, 2, 3)).cos().view(-1, 1, 1) + y.mean(1, keepdim=True)
+            return y * y.sum((2, 3)).sin()[..., None, None] + y.mean((1, 2)).exp().mean()
+
+    torch.manual_seed(0)
+    steps(Sums(), torch.randn(4, 3, 7, 9))
+
+
 def test_of_any_size() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.SiLU(), nn.Conv2d(16, 8, 3))
