@@ -52,14 +52,15 @@ def given_inputs(parts: Partition) -> dict[str, frozenset[fx.Node]]:
     captured = parts.captured
     makers = {node: segment for segment in parts.segments for node in segment.nodes}
     returned = {view_root(o) for o in captured.results if isinstance(o, fx.Node)}
-    values = [value for _, value in captured.writes]
+    seen = returned | _read_by_host(makers)
+    values = {value for _, value in captured.writes}
+    awaited = {s.name: _before(s, makers) for s in parts.regions if values.intersection(s.nodes)}
     found: dict[str, set[fx.Node]] = {segment.name: set() for segment in parts.regions}
     for node, value in captured.writes:
         maker = makers.get(value)
         if maker is None or maker.space != DEVICE or node in values:
             continue
-        is_private = view_root(value) not in returned and not _reaches_host(value, makers)
-        if not is_private or _may_fail_first(value, maker, parts, makers):
+        if view_root(value) in seen or _may_fail_first(value, awaited[maker.name], parts):
             continue
         if all(makers.get(user, maker) is maker for user in node.users):
             found[maker.name].add(node)
@@ -80,26 +81,27 @@ def _is_updated(node: fx.Node) -> bool:
     )
 
 
-def _reaches_host(value: fx.Node, makers: dict[fx.Node, Segment]) -> bool:
-    """Say whether the host reads a value, or a view of it."""
-    root = view_root(value)
-    return any(
-        view_root(node) is root and makers[user].space != DEVICE
+def _read_by_host(makers: dict[fx.Node, Segment]) -> set[fx.Node]:
+    """Find the values that the host reads, or of which it reads a view."""
+    return {
+        view_root(node)
         for node in makers
-        for user in node.users
-        if user in makers
-    )
+        if any(user in makers and makers[user].space != DEVICE for user in node.users)
+    }
 
 
-def _may_fail_first(
-    value: fx.Node, maker: Segment, parts: Partition, makers: dict[fx.Node, Segment]
-) -> bool:
-    """Say whether the host computes what comes before a value when its region may have ended."""
-    done = _before(maker, makers)
+def _may_fail_first(value: fx.Node, awaited: set[str], parts: Partition) -> bool:
+    """Say whether the host computes what comes before a value when its region may have ended.
+
+    Args:
+        value: that is written.
+        awaited: the segments that its region waits for.
+        parts: of the graph.
+    """
     return any(
         node < value and not (is_one_of(node, _SAFE_OPS) or draws_random_numbers(node))
         for segment in parts.segments
-        if segment.space != DEVICE and segment.name not in done
+        if segment.space != DEVICE and segment.name not in awaited
         for node in segment.nodes
     )
 

@@ -292,6 +292,17 @@ def test_steps_from_the_cache_are_those_that_were_traced(found: Counter[str]) ->
     assert [p.grad is None for p in model.parameters()] == [True, True] + [False] * 4
 
 
+def test_a_step_of_images_is_kept_too(found: Counter[str]) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.SiLU(), nn.Conv2d(4, 2, 1))
+    x = torch.randn(2, 3, 6, 7)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    for hits in (0, 1):
+        y = anew(model)(x)
+        gradients = torch.autograd.grad(y.square().sum(), list(model.parameters()))
+        torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
+        assert (found["autograd_cache_saved"], found["autograd_cache_hit"]) == (1, hits)
+
+
 def test_a_step_without_a_backward_pass_is_traced_each_time(found: Counter[str]) -> None:
     """Its backward graph is not compiled for nothing."""
     for _ in range(2):
