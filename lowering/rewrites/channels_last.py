@@ -65,7 +65,7 @@ class ChannelsLast(Forms):
     def move(self, node: fx.Node) -> bool:
         if node.target is aten.permute.default:
             return self.takes(node) and self._move_permute(node)
-        if node.target is aten.clone.default and node.all_input_nodes[0] in self.moved:
+        if node.target in _COPIES and node.all_input_nodes[0] in self.moved:
             self.moved[node] = self.moved[node.all_input_nodes[0]]  # all that a region has is dense
             return True
         if self.move_pointwise(node):
@@ -104,8 +104,7 @@ class ChannelsLast(Forms):
         value = self._repeated(operands[0])
         if value is None or value is NotImplemented:
             return value
-        function = functools.partial(cast(Callable[..., Any], node.target), **node.kwargs)
-        return self.write(node, function, *fx.map_arg(node.args, lambda _: value))
+        return self.write_of(node, {operands[0]: value})
 
     def _move_permute(self, node: fx.Node) -> bool:
         """Leave out a permutation that puts channels last, or first; make one of any other two."""
@@ -165,7 +164,7 @@ def _leads(shape: Sequence[int], whole: Sequence[int]) -> bool:
 
 
 def _permute(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    return x.permute(dims).contiguous()
+    return x.permute(dims).clone(memory_format=torch.contiguous_format)
 
 
 def _aligned(x: torch.Tensor, rank: int) -> torch.Tensor:
@@ -255,7 +254,6 @@ def _view(x: torch.Tensor, size: Sequence[int]) -> Any:
 
 _LEAST_RANK = 3  # of what has channels and places
 _OPS: Mapping[Any, Callable[..., Any]] = {
-    aten.alias.default: aten.alias.default,
     aten.cat.default: _cat,
     aten.constant_pad_nd.default: _pad,
     aten.mean.dim: functools.partial(_reduced, aten.mean.dim),
@@ -265,12 +263,12 @@ _OPS: Mapping[Any, Callable[..., Any]] = {
     aten.view.default: _view,
     prims.convert_element_type.default: prims.convert_element_type.default,
 }
+_COPIES = frozenset({aten.alias.default, aten.clone.default})
 # What gives images of images, wherever these have channels.
 _OF_IMAGES = frozenset(
     {
-        aten.alias.default,
+        *_COPIES,
         aten.cat.default,
-        aten.clone.default,
         aten.constant_pad_nd.default,
         aten.slice.Tensor,
         prims.convert_element_type.default,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -98,6 +98,11 @@ class Forms(ABC):
         """
         return self._recorder.record(function, args, node.meta)
 
+    def write_of(self, node: fx.Node, operands: Mapping[fx.Node, Any]) -> Any:
+        """Write what a node computes, of nodes of the new graph in the place of its operands."""
+        function = functools.partial(cast(Callable[..., Any], node.target), **node.kwargs)
+        return self.write(node, function, *fx.map_arg(node.args, operands.__getitem__))
+
     def moves(self, node: fx.Node, value: Any) -> bool:
         """Say that a node has this value in the other form; False, if it is `NotImplemented`."""
         if value is NotImplemented:
@@ -123,9 +128,7 @@ class Forms(ABC):
                 operands[operand] = self.aligned(operand, node)
         if None in operands.values() or NotImplemented in operands.values():
             return False
-        function = functools.partial(cast(Callable[..., Any], node.target), **node.kwargs)
-        args = fx.map_arg(node.args, operands.__getitem__)
-        return self.moves(node, self.write(node, function, *args))
+        return self.moves(node, self.write_of(node, operands))
 
 
 def is_pointwise(node: fx.Node) -> bool:

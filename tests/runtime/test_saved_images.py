@@ -101,7 +101,10 @@ def test_sums_of_images_are_saved_as_they_are() -> None:
             return y * y.sum((2, 3)).sin()[..., None, None] + y.mean((1, 2)).exp().mean()
 
     torch.manual_seed(0)
-    steps(Sums(), torch.randn(4, 3, 7, 9))
+    x = torch.randn(4, 3, 7, 9)
+    (found,) = steps(Sums(), x)
+    assert channels(found, x) == {8}
+    assert (8,) in {tuple(t.shape) for t in found.saved}
 
 
 def test_of_any_size() -> None:
