@@ -95,7 +95,14 @@ def _attend(
     scale: float | None,
     start: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do what `attention` does, for the queries from `start` on; the sums divide the result."""
+    """Do what `attention` does, for the queries from `start` on; the sums divide the result.
+
+    Heads that nothing is added to are a batch: IREE computes a row's maximum and its exponentials
+    in one device program where both have the dimensions of the product that reads them.
+    """
+    whole = query.shape[:-1]
+    if attn_mask is None:
+        query, key, value = (_as_batch(_for_each_head(t, query)) for t in (query, key, value))
     scores = _scores(query, key, is_causal, attn_mask, scale, start)
     largest = scores.amax(-1, keepdim=True)
     if attn_mask is not None:
@@ -105,7 +112,8 @@ def _attend(
     if attn_mask is not None:
         total = torch.where(total == 0.0, 1.0, total)
     result = torch.matmul(weights, _for_each_head(value, query).to(weights.dtype)) / total
-    return result.to(query.dtype), (largest + torch.log(total)).squeeze(-1)
+    result = result.to(query.dtype).reshape(*whole, value.shape[-1])
+    return result, (largest + torch.log(total)).reshape(whole)
 
 
 def attention_backward(
@@ -207,6 +215,12 @@ def _for_each_head(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
         return tensor
     wide = tensor.unsqueeze(2).expand(batch, heads, shared, rows, width)
     return wide.reshape(batch, heads * shared, rows, width)
+
+
+def _as_batch(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `[B, H, L, E]` as `[B * H, 1, L, E]`."""
+    batch, heads, rows, width = tensor.shape
+    return tensor.reshape(batch * heads, 1, rows, width)
 
 
 def _over_heads(grad: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from lowering.stages.give_access import allow_swaps, replace_probe
 from lowering.stages.iree_session import DATA_TILING, IreeSession
 from lowering.stages.lend_memory import lend_memory
 from lowering.stages.multiply_tiles import multiply_tiles
+from lowering.stages.pack_whole_tiles import pack_whole_tiles
 from lowering.stages.read_ahead import read_ahead
 from lowering.stages.read_rows_ahead import read_rows_ahead
 
@@ -23,8 +24,9 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
 
     With data tiling, products read ahead where the CPU does not do so well enough by itself
     (`lowering.stages.read_ahead`, `lowering.stages.read_rows_ahead`), or use the CPU's matrix unit
-    (`lowering.stages.multiply_tiles`), and convolutions fill the registers
-    (`lowering.stages.block_convolutions`), or use that unit, too; `iree-compile` with
+    (`lowering.stages.multiply_tiles`), convolutions fill the registers
+    (`lowering.stages.block_convolutions`), or use that unit, too, and what is packed is divided at
+    the borders of tiles (`lowering.stages.pack_whole_tiles`); `iree-compile` with
     `--compile-from=flow` on the same input gives the same code without these. Such modules can be
     lent memory, too (`lowering.stages.lend_memory`).
 
@@ -50,6 +52,7 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
             session.compile(module, begin=begin, end="executable-configurations")
             with session.context:
                 block_convolutions(module, features)
+                pack_whole_tiles(module)
             session.compile(module, begin="executable-configurations", end="executable-targets")
             with session.context:
                 multiply_tiles(module, features)
