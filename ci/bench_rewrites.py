@@ -52,6 +52,7 @@ _FUNCTIONS: Mapping[str, Sequence[tuple[Any, str]]] = {
     "exponentials": [(linalg_to_flow, "store_exponentials")],
     "panels": [(linalg_to_flow, "read_in_panels")],
     "registers": [(flow_to_vmfb, "block_convolutions")],
+    "whole tiles": [(flow_to_vmfb, "pack_whole_tiles")],
     "several images": [
         (linalg_to_flow, "mark_convolutions"),
         (convolutions, "is_left_to_blocks"),
@@ -128,6 +129,12 @@ def _residual(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.T
     return functional.linear(x, weight) + y
 
 
+def _heads(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Multiply queries and keys of 12 heads, which are packed as they are taken apart."""
+    query, key = (x.unflatten(-1, (12, -1)).transpose(1, 2) for x in (query, key))
+    return query * 0.125 @ key.mT
+
+
 CASES = {
     "softmax 1500": _rows(_softmax, 1500),
     "softmax 1504": _rows(_softmax, 1504),
@@ -169,6 +176,7 @@ CASES = {
     "attention 197": Case(
         functional.scaled_dot_product_attention, [(1, 12, 197, 64)] * 3, "peeling"
     ),
+    "queries 8x197 by keys, 12 heads": Case(_heads, [(8, 197, 768)] * 2, "whole tiles"),
     "attention 1500 in blocks": Case(
         functional.scaled_dot_product_attention, [(1, 8, 1500, 64)] * 3, "blocks"
     ),

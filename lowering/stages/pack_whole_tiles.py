@@ -55,7 +55,7 @@ def _divide(pack: Any) -> None:
     dimension, rows = tiled
     loop = _loop_of(maker, dimension)
     item = [int(size) for size in found[0].split(", ")]
-    if loop is None or loop == len(item) - 1 or item[loop] % rows == 0:
+    if loop is None or loop == len(item) - 1 or item[loop] % rows == 0 or 0 in item:
         return
     tiles = math.prod(item) // (rows * item[-1])
     size = sizes_of(pack.operands[0].type)[dimension]
