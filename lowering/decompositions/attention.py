@@ -98,10 +98,11 @@ def _attend(
     """Do what `attention` does, for the queries from `start` on; the sums divide the result.
 
     Heads that nothing is added to are a batch: IREE computes a row's maximum and its exponentials
-    in one device program where both have the dimensions of the product that reads them.
+    in one device program where both have the dimensions of the product that reads them. Of unknown
+    sizes, where heads are split in the program that packs them, it refuses the best sets of flags.
     """
     whole = query.shape[:-1]
-    if attn_mask is None:
+    if attn_mask is None and is_static(query, key):
         query, key, value = (_as_batch(_for_each_head(t, query)) for t in (query, key, value))
     scores = _scores(query, key, is_causal, attn_mask, scale, start)
     largest = scores.amax(-1, keepdim=True)
