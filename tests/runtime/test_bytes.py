@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.tolerances import assert_same
+from tolerances import assert_same
 
 BYTES = torch.tensor([0, 1, 5, 127, 128, 129, 200, 254, 255], dtype=torch.uint8)
 PAIRS = torch.cartesian_prod(BYTES, BYTES).T.contiguous()

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from dumps import signatures
 from npu_iree.tolerances import largest_difference
-from tests.dumps import signatures
 
 OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda x: x.sum(-1),

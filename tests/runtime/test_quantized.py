@@ -14,9 +14,9 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from dumps import signatures
 from npu_iree.tolerances import largest_difference
-from tests.dumps import signatures
-from tests.tolerances import assert_same
+from tolerances import assert_same
 
 WIDE, DEEP = 96, 64
 
