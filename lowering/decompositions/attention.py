@@ -102,8 +102,9 @@ def _attend(
     sizes, where heads are split in the program that packs them, it refuses the best sets of flags.
     """
     whole = query.shape[:-1]
+    key, value = (_for_each_head(t, query) for t in (key, value))
     if attn_mask is None and is_static(query, key):
-        query, key, value = (_as_batch(_for_each_head(t, query)) for t in (query, key, value))
+        query, key, value = map(_as_batch, (query, key, value))
     scores = _scores(query, key, is_causal, attn_mask, scale, start)
     largest = scores.amax(-1, keepdim=True)
     if attn_mask is not None:
@@ -112,7 +113,7 @@ def _attend(
     total = weights.sum(-1, keepdim=True)
     if attn_mask is not None:
         total = torch.where(total == 0.0, 1.0, total)
-    result = torch.matmul(weights, _for_each_head(value, query).to(weights.dtype)) / total
+    result = torch.matmul(weights, value.to(weights.dtype)) / total
     result = result.to(query.dtype).reshape(*whole, value.shape[-1])
     return result, (largest + torch.log(total)).reshape(whole)
 

@@ -12,10 +12,9 @@ from lowering.cpu import best_for
 from lowering.stages.dispatch_work import sizes_of
 from lowering.stages.multiply_tiles import LEAST_HEIGHT, has_tiles, suits_tiles
 from lowering.stages.read_in_panels import unevenness
-from lowering.stages.symbols import inside, variants
+from lowering.stages.symbols import CONFIG, device_functions
 from lowering.stages.tile_functions import COLUMNS, DEPTH, ROWS
 
-_CONFIG = "lowering_config"
 # What is read and written: of an image [N, H, W, C], a weight [KH, KW, C, F], and a result.
 _LOOPS = "(d0, d1, d2, d3, d4, d5, d6)"
 _MAPS = re.compile(
@@ -69,23 +68,21 @@ def block_convolutions(module: Any, features: Collection[str]) -> None:
     if best_for(features, _REGISTERS) is None:
         return
     with ir.Location.unknown():
-        for variant in variants(module):
-            for inner in inside(variant, "builtin.module"):
-                for function in inside(inner, "func.func"):
-                    _block(function, features)
+        for function in device_functions(module, "func.func"):
+            _block(function, features)
 
 
 def _block(function: Any, features: Collection[str]) -> None:
     from iree.compiler import ir
 
-    ops = [op for op in function.regions[0].blocks[0].operations if _CONFIG in op.attributes]
+    ops = [op for op in function.regions[0].blocks[0].operations if CONFIG in op.attributes]
     blocks = [block for op in ops if (block := _block_of(op.operation, features)) is not None]
     if len(blocks) != 1:
         return
     (block,) = blocks
     for op in ops:
-        if (config := block.config(str(op.attributes[_CONFIG]))) is not None:
-            op.attributes[_CONFIG] = ir.Attribute.parse(config)
+        if (config := block.config(str(op.attributes[CONFIG]))) is not None:
+            op.attributes[CONFIG] = ir.Attribute.parse(config)
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,7 @@ def _block_of(op: Any, features: Collection[str]) -> _Block | None:
     if not all(str(k.element_type) == "f32" for k in kinds):
         return None
     weight, result = (sizes_of(kind) for kind in kinds[1:])
-    vectors = _VECTORS.search(str(op.attributes[_CONFIG]))
+    vectors = _VECTORS.search(str(op.attributes[CONFIG]))
     size = _size_of(weight, result, features)
     if size is None or vectors is None:
         return None

@@ -7,9 +7,8 @@ import re
 from typing import Any
 
 from lowering.stages.dispatch_work import sizes_of
-from lowering.stages.symbols import inside, maker_of, variants
+from lowering.stages.symbols import CONFIG, device_functions, inside, maker_of
 
-_CONFIG = "lowering_config"
 _PACK = "iree_linalg_ext.map_store"
 _DISTRIBUTION = re.compile(r"(?<=\bdistribution = \[)[\d, ]+(?=\])")
 
@@ -34,20 +33,18 @@ def pack_whole_tiles(module: Any) -> None:
     from iree.compiler import ir
 
     with ir.Location.unknown():
-        for variant in variants(module):
-            for inner in inside(variant, "builtin.module"):
-                for function in inside(inner, "func.func"):
-                    for pack in inside(function, _PACK):
-                        _divide(pack.operation)
+        for function in device_functions(module, "func.func"):
+            for pack in inside(function, _PACK):
+                _divide(pack.operation)
 
 
 def _divide(pack: Any) -> None:
     from iree.compiler import ir
 
     maker = pack.operands[0].owner
-    if maker_of(pack.operands[0]) != "linalg.generic" or _CONFIG not in maker.attributes:
+    if maker_of(pack.operands[0]) != "linalg.generic" or CONFIG not in maker.attributes:
         return
-    config = str(maker.attributes[_CONFIG])
+    config = str(maker.attributes[CONFIG])
     found = _DISTRIBUTION.search(config)
     tiled = _tiled_dimension(pack)
     if found is None or tiled is None:
@@ -63,7 +60,7 @@ def _divide(pack: Any) -> None:
     whole = [1] * (len(item) - 1) + [item[-1]]
     whole[loop] = rows * max(1, min(tiles, most))
     sizes = ", ".join(map(str, whole))
-    maker.attributes[_CONFIG] = ir.Attribute.parse(_DISTRIBUTION.sub(sizes, config))
+    maker.attributes[CONFIG] = ir.Attribute.parse(_DISTRIBUTION.sub(sizes, config))
 
 
 def _tiled_dimension(pack: Any) -> tuple[int, int] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+CONFIG = "lowering_config"  # of an op: the sizes of its loops
 _CONSTANTS = frozenset({"arith.constant", "llvm.mlir.constant"})
 
 
@@ -29,10 +30,10 @@ def variants(module: Any) -> list[Any]:
     return [variant for op in executables for variant in inside(op, "hal.executable.variant")]
 
 
-def device_functions(module: Any) -> list[Any]:
-    """Return the functions of a module's device code, in the LLVM dialect."""
+def device_functions(module: Any, kind: str = "llvm.func") -> list[Any]:
+    """Return the functions of a module's device code: in the LLVM dialect, or of another kind."""
     modules = [op for variant in variants(module) for op in inside(variant, "builtin.module")]
-    return [function for op in modules for function in inside(op, "llvm.func")]
+    return [function for op in modules for function in inside(op, kind)]
 
 
 def maker_of(value: Any) -> str:

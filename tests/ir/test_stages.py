@@ -787,7 +787,7 @@ def test_images_that_are_made_padded_are_read_so(lowered: Lower) -> None:
     [
         ((8, 197, 12, 64), 96),  # an item has as many numbers as before, and whole tiles
         ((2, 37, 6, 64), 48),
-        ((8, 192, 12, 64), None),  # nothing is padded: IREE packs it where it is read
+        ((8, 192, 12, 64), None),  # keys come in panels, and queries are not packed
     ],
 )
 def test_what_packs_heads_packs_whole_tiles_of_rows(
