@@ -39,6 +39,9 @@ def best_for(features: Collection[str], table: Mapping[frozenset[str], _T]) -> _
 def required_features(flow_asm: str) -> tuple[str, ...]:
     """Read from a module in IREE's flow dialect what its machine code will need.
 
+    Of a feature that is named twice, the last word counts, as for LLVM: `host` names all that a CPU
+    of its kind has, then what this one has, and a virtual machine may hide some of it.
+
     Returns:
         The architecture and LLVM's feature names, e.g. `("x86_64", "avx2", "fma")`; nothing for
         code that is for no CPU.
@@ -46,8 +49,8 @@ def required_features(flow_asm: str) -> tuple[str, ...]:
     found: set[str] = set()
     for match in _TARGET.finditer(flow_asm):
         found.add(match["arch"])
-        wanted = (name for name in match["features"].split(",") if name.startswith("+"))
-        found.update(n[1:] for n in wanted if _CODE_FEATURE.fullmatch(n[1:]))
+        has = {name[1:]: name[0] == "+" for name in match["features"].split(",") if name}
+        found.update(n for n, is_there in has.items() if is_there and _CODE_FEATURE.fullmatch(n))
     return tuple(sorted(found))
 
 

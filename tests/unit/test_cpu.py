@@ -21,6 +21,12 @@ def test_only_what_code_may_use_is_required() -> None:
     assert required_features('#hal.executable.target<"cuda", "cuda-nvptx-fb">') == ()
 
 
+def test_what_a_virtual_machine_hides_of_its_cpu_is_not_required() -> None:
+    """LLVM names what a CPU of the kind has, then what this one has; the last word counts."""
+    text = FLOW.format(arch="x86_64", features="+amx-tile,+avx2,+fma,-amx-tile,+avx2,-fma,+fma")
+    assert required_features(text) == ("avx2", "fma", "x86_64")
+
+
 @pytest.mark.parametrize(
     ("here", "required", "missing"),
     [
