@@ -33,7 +33,8 @@ from lowering.pipeline import compile_program
 from lowering.program import Program
 from lowering.region import Region, extract_region
 from lowering.rewrites import convolutions
-from lowering.stages import flow_to_vmfb, iree_session, linalg_to_flow, read_in_panels
+from lowering.stages import flow_to_vmfb, iree_session, linalg_to_flow
+from lowering.stages.linalg import read_in_panels
 from npu_iree.device import open_device
 from npu_iree.executable import Executable
 from npu_iree.targets import NPU_LOCAL

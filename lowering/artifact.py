@@ -29,7 +29,7 @@ class Artifact:
         name: name of the program.
         vmfb: the module; its entry points are on the coarse-fences ABI, its parameters in the scope
             `model`. Where parameters may change between calls, functions `bind$<number>` bind
-            them anew (`lowering.stages.bind_functions`).
+            them anew (`lowering.stages.flow.bind_functions`).
         entries: the entry points by name.
         flags: the compiler flags that were chosen.
     """

@@ -47,7 +47,8 @@ def _has_few_rows(node: fx.Node) -> bool:
 def _is_float32(node: fx.Node) -> bool:
     """Say whether a product or convolution is one of float32.
 
-    One of halves that were widened for it is one of halves (`lowering.stages.multiply_halves`).
+    One of halves that were widened for it is one of halves
+    (`lowering.stages.linalg.multiply_halves`).
     """
     first = _MATMULS.get(node.target)
     factors = node.args[:1] if first is None else node.args[first : first + 2]

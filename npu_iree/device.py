@@ -32,8 +32,9 @@ from npu_iree.versions import check_versions
 # What IREE's tools are to be told, too, to run as we do.
 DRIVER_FLAGS = {
     "local-task": (
-        # As much memory of its own as a worker may be asked for (`lowering.stages.multiply_tiles`).
-        # IREE's default is the size of the second cache, which not every system tells.
+        # As much memory of its own as a worker may be asked for
+        # (`lowering.stages.code.multiply_tiles`). IREE's default is the size of the second cache,
+        # which not every system tells.
         "--task_worker_local_memory=1048576",
         # So long a worker looks for more before it sleeps: less than it takes to wake. Of a chain
         # of small products, a call takes 0.84 of the time, of T5 and Mamba 0.98; with 50 us, the

@@ -65,11 +65,11 @@ class Target:
 # Without it, a row is added up number by number: ViT takes 1.05 of the time, Whisper 1.06.
 _LANES = (*_LLVM_CPU, "--iree-llvmcpu-reassociate-fp-reductions=true")
 _TILED = (*_LANES, "--iree-opt-data-tiling")
-# Of float32, the loop of a product that is generated reads ahead (`lowering.stages.read_ahead`) and
-# is faster than IREE's own kernel; that of bfloat16 takes twice as long as the kernel. The kernel
-# that unpacks is never called: where 16 does not divide the rows, or the columns, of a result, each
-# of its tiles is read and written again, number by number, before the call and after it. With it,
-# Whisper takes 1.17 of the time, MobileNetV2 1.1.
+# Of float32, the loop of a product that is generated reads ahead
+# (`lowering.stages.code.read_ahead`) and is faster than IREE's own kernel; that of bfloat16 takes
+# twice as long as the kernel. The kernel that unpacks is never called: where 16 does not divide the
+# rows, or the columns, of a result, each of its tiles is read and written again, number by number,
+# before the call and after it. With it, Whisper takes 1.17 of the time, MobileNetV2 1.1.
 _UKERNELS = (*_TILED, "--iree-llvmcpu-enable-ukernels=mmt4d,pack")
 _PACKED = (*_TILED, "--iree-llvmcpu-enable-ukernels=pack")
 _CHANNELS_LAST = (

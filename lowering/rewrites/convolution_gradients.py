@@ -29,7 +29,7 @@ aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented
 _MOST_PHASES = 16  # places between two windows, for the gradient of the input
 # The gradient of a weight is a convolution of images with it, if so many features are whole blocks
-# (`lowering.stages.block_convolutions`), and there are so many images or pieces of them.
+# (`lowering.stages.code.block_convolutions`), and there are so many images or pieces of them.
 _FEATURES, _CHANNELS = 32, 4
 # For the gradient of the weight, bytes of what all windows saw. Next to each other, torch-mlir's
 # convolution over the batch takes up to 1.3 times as long as the product; apart, 10 to 30 times.

@@ -28,7 +28,7 @@ _UNCHANGED: Any = NotImplemented
 # and with 800; at batch 8, 0.63 and 0.75.
 _SMALL_IMAGE = 256
 # Images and features of a block that registers hold of any CPU that has them, but for one with a
-# matrix unit (`lowering.stages.mark_convolutions`).
+# matrix unit (`lowering.stages.linalg.mark_convolutions`).
 _IMAGES, _FEATURES = (4, 5, 6), 16
 _VECTORS, _MATRIX_UNIT = ("avx2", "fma"), ("amx-tile", "amx-bf16")
 # Of halves, a product is so much faster (3x3 on 56x56, 64 channels, in bf16: 1.0 ms instead of 3.8,
@@ -150,7 +150,8 @@ def is_left_to_blocks(
         channels: of what is made, and of what is read.
         kernel: how high and wide a window is.
         sizes: how high and wide what is made is.
-    Source: what `lowering.stages.mark_convolutions` takes, on each kind of CPU that it is for.
+    Source: what `lowering.stages.linalg.mark_convolutions` takes, on each kind of CPU that it is
+        for.
     """
     if x.dtype is not torch.float32 or not are_known(x.shape[:1]):
         return False

@@ -35,13 +35,13 @@ def mm(x: torch.Tensor, matrix: torch.Tensor, is_transposed: bool) -> Any:
     """Rewrite `aten.mm` so that a matrix is read as it lies: by rows, or as the bytes it is of.
 
     A transposed matrix that is read once in a call, for one row, gains nothing by packing
-    (`stages.read_by_rows`).
+    (`lowering.stages.flow.read_by_rows`).
 
     Before: %y = mm(%x, permute(%w, [1, 0]))                with %x of [1, K], %w of [N, K]
     After:  %y = unsqueeze(mv(%w, view(%x, [K])), 0)
 
     Of halves and of signed bytes that were made halves, the product is one of floats, in which it
-    is added up anyway: so it reads the bytes (`stages.read_in_panels`).
+    is added up anyway: so it reads the bytes (`lowering.stages.linalg.read_in_panels`).
 
     Before: %y = mm(%x, convert(%w, bf16))                  with %x of bf16, %w of i8
     After:  %y = convert(mm(convert(%x, f32), convert(%w, f32)), bf16)

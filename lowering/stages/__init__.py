@@ -1,4 +1,8 @@
-"""The stages that turn a region's graph into a .vmfb: one function and one `Stage` value a file."""
+"""The stages that turn a region's graph into a .vmfb: one function and one `Stage` value a file.
+
+What they change of a module themselves is in folders, by the dialect that it is in by then:
+`linalg`, `flow`, `code` (of device programs); `ir` is what these read and write it with.
+"""
 
 from __future__ import annotations
 

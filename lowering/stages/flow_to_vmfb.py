@@ -5,30 +5,29 @@ from __future__ import annotations
 import itertools
 
 from lowering.stages import CompileOptions, Stage
-from lowering.stages.bind_functions import add_bind_functions
-from lowering.stages.block_convolutions import block_convolutions
-from lowering.stages.give_access import allow_swaps, replace_probe
+from lowering.stages.code.block_convolutions import block_convolutions
+from lowering.stages.code.give_access import allow_swaps, replace_probe
+from lowering.stages.code.lend_memory import lend_memory
+from lowering.stages.code.multiply_tiles import multiply_tiles
+from lowering.stages.code.pack_whole_tiles import pack_whole_tiles
+from lowering.stages.code.read_ahead import read_ahead
+from lowering.stages.code.read_rows_ahead import read_rows_ahead
+from lowering.stages.flow.bind_functions import add_bind_functions
 from lowering.stages.iree_session import DATA_TILING, IreeSession
-from lowering.stages.lend_memory import lend_memory
-from lowering.stages.multiply_tiles import multiply_tiles
-from lowering.stages.pack_whole_tiles import pack_whole_tiles
-from lowering.stages.read_ahead import read_ahead
-from lowering.stages.read_rows_ahead import read_rows_ahead
 
 
 def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
     """Compile flow IR to a .vmfb.
 
     With `options.rebind`, one changed weight can be bound without loading the module, and so the
-    other weights, again (`lowering.stages.bind_functions`).
+    other weights, again (`lowering.stages.flow.bind_functions`).
 
     With data tiling, products read ahead where the CPU does not do so well enough by itself
-    (`lowering.stages.read_ahead`, `lowering.stages.read_rows_ahead`), or use the CPU's matrix unit
-    (`lowering.stages.multiply_tiles`), convolutions fill the registers
-    (`lowering.stages.block_convolutions`), or use that unit, too, and what is packed is divided at
-    the borders of tiles (`lowering.stages.pack_whole_tiles`); `iree-compile` with
-    `--compile-from=flow` on the same input gives the same code without these. Such modules can be
-    lent memory, too (`lowering.stages.lend_memory`).
+    (`read_ahead`, `read_rows_ahead` in `lowering.stages.code`), or use the CPU's matrix unit
+    (`multiply_tiles`), convolutions fill the registers (`block_convolutions`), or use that unit,
+    too, and what is packed is divided at the borders of tiles (`pack_whole_tiles`); `iree-compile`
+    with `--compile-from=flow` on the same input gives the same code without these. Such modules
+    can be lent memory, too (`lend_memory`).
 
     Args:
         flow_asm: one module, as `linalg-to-flow` leaves it.

@@ -8,36 +8,36 @@ from typing import Any
 
 from lowering.abi import PARAMETER_SCOPE
 from lowering.stages import CompileOptions, Stage
-from lowering.stages.barrier import drop_barriers
 from lowering.stages.call_kernels import link_kernels
-from lowering.stages.dispatch_work import made_by, walk
-from lowering.stages.index_inside import index_inside
+from lowering.stages.flow.read_by_rows import mark_few_rows, read_by_rows
+from lowering.stages.flow.read_in_place import read_in_place
+from lowering.stages.flow.separate_packing import separate_packing
+from lowering.stages.flow.skip_padding import skip_padding
+from lowering.stages.flow.store_exponentials import store_exponentials
+from lowering.stages.flow.sum_products import hide_products, sum_products
+from lowering.stages.flow.tell_sizes_apart import tell_sizes_apart
+from lowering.stages.ir.barrier import drop_barriers
+from lowering.stages.ir.dispatch_work import made_by, walk
+from lowering.stages.ir.symbols import inside, symbol_of
 from lowering.stages.iree_session import CHANNELS_LAST, DATA_TILING, IreeSession
-from lowering.stages.keep_arguments import keep_arguments
-from lowering.stages.keep_off_stack import keep_off_stack
-from lowering.stages.keep_signs import keep_signs
-from lowering.stages.mark_convolutions import mark_convolutions
-from lowering.stages.multiply_halves import multiply_halves
-from lowering.stages.put_channels_last import put_channels_last
-from lowering.stages.read_by_rows import mark_few_rows, read_by_rows
-from lowering.stages.read_chosen import read_chosen
-from lowering.stages.read_in_panels import read_in_panels
-from lowering.stages.read_in_place import read_in_place
-from lowering.stages.separate_broadcasts import separate_broadcasts
-from lowering.stages.separate_merges import separate_merges
-from lowering.stages.separate_packing import separate_packing
-from lowering.stages.separate_pieces import separate_pieces
-from lowering.stages.separate_reads import separate_reads
-from lowering.stages.separate_scalars import MOST_BINDINGS, separate_scalars
-from lowering.stages.separate_slices import separate_slices
-from lowering.stages.separate_writes import separate_writes
-from lowering.stages.skip_padding import skip_padding
-from lowering.stages.sort_nans import sort_nans
-from lowering.stages.store_exponentials import store_exponentials
-from lowering.stages.sum_products import hide_products, sum_products
-from lowering.stages.symbols import inside, symbol_of
-from lowering.stages.tell_sizes_apart import tell_sizes_apart
-from lowering.stages.widen_masks import widen_masks
+from lowering.stages.linalg.index_inside import index_inside
+from lowering.stages.linalg.keep_arguments import keep_arguments
+from lowering.stages.linalg.keep_off_stack import keep_off_stack
+from lowering.stages.linalg.keep_signs import keep_signs
+from lowering.stages.linalg.mark_convolutions import mark_convolutions
+from lowering.stages.linalg.multiply_halves import multiply_halves
+from lowering.stages.linalg.put_channels_last import put_channels_last
+from lowering.stages.linalg.read_chosen import read_chosen
+from lowering.stages.linalg.read_in_panels import read_in_panels
+from lowering.stages.linalg.separate_broadcasts import separate_broadcasts
+from lowering.stages.linalg.separate_merges import separate_merges
+from lowering.stages.linalg.separate_pieces import separate_pieces
+from lowering.stages.linalg.separate_reads import separate_reads
+from lowering.stages.linalg.separate_scalars import MOST_BINDINGS, separate_scalars
+from lowering.stages.linalg.separate_slices import separate_slices
+from lowering.stages.linalg.separate_writes import separate_writes
+from lowering.stages.linalg.sort_nans import sort_nans
+from lowering.stages.linalg.widen_masks import widen_masks
 
 
 def linalg_to_flow(linalg_asm: str, options: CompileOptions) -> str:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowering.stages import CompileOptions, Stage
-from lowering.stages.dispatch_work import bytes_moved, flops, walk
+from lowering.stages.ir.dispatch_work import bytes_moved, flops, walk
+from lowering.stages.ir.symbols import symbol_of
 from lowering.stages.iree_session import IreeSession
 from lowering.stages.linalg_to_flow import form_dispatches
-from lowering.stages.symbols import symbol_of
 from lowering.stages.torch_to_linalg import lowered_to_linalg
 
 NODE_FILE = "node/"  # begins the "file" of a node's location; the position of its graph follows

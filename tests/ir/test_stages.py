@@ -26,6 +26,7 @@ from lowering.abi import (
 )
 from lowering.capabilities import load_capabilities
 from lowering.capture import capture_aot
+from lowering.cpu import missing_features
 from lowering.decompositions import decomposition_table
 from lowering.errors import StageError
 from lowering.partition import partition
@@ -33,17 +34,17 @@ from lowering.pipeline import STAGES, Toolchain, compile_program, product_name, 
 from lowering.program import Program
 from lowering.region import Region, extract_region
 from lowering.stages import CompileOptions
-from lowering.stages.bind_functions import add_bind_functions
-from lowering.stages.block_convolutions import block_convolutions
-from lowering.stages.give_access import replace_probe
+from lowering.stages.code.block_convolutions import block_convolutions
+from lowering.stages.code.give_access import replace_probe
+from lowering.stages.code.multiply_tiles import multiply_tiles
+from lowering.stages.code.pack_whole_tiles import pack_whole_tiles
+from lowering.stages.code.read_ahead import read_ahead
+from lowering.stages.code.read_rows_ahead import read_rows_ahead
+from lowering.stages.flow.bind_functions import add_bind_functions
+from lowering.stages.flow.read_by_rows import read_by_rows
 from lowering.stages.iree_session import IreeSession
+from lowering.stages.linalg.read_in_panels import work_item
 from lowering.stages.linalg_to_flow import form_dispatches, prepare
-from lowering.stages.multiply_tiles import multiply_tiles
-from lowering.stages.pack_whole_tiles import pack_whole_tiles
-from lowering.stages.read_ahead import read_ahead
-from lowering.stages.read_by_rows import read_by_rows
-from lowering.stages.read_in_panels import work_item
-from lowering.stages.read_rows_ahead import read_rows_ahead
 from lowering.target import CompileTarget
 from npu_iree.targets import NPU_LOCAL
 
@@ -259,6 +260,12 @@ def test_a_product_with_a_vector_asks_for_the_next_rows(
         text = str(module)
     assert count(r"llvm\.intr\.prefetch", text) == (8 if ahead else 0)
     assert count(rf"getelementptr %\w+\[{ahead}\]", text) == (8 if ahead else 0)
+
+
+def test_code_for_this_cpu_needs_nothing_that_it_lacks() -> None:
+    with IreeSession(CompileOptions(flags=NPU_LOCAL.compile.flag_sets[0])) as session:
+        assert missing_features(session.features) == []
+        assert session.features
 
 
 @pytest.mark.parametrize(

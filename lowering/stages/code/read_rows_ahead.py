@@ -1,0 +1,103 @@
+"""Have the products of a matrix and a vector ask for the next rows while they read these."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from lowering.stages.code.read_ahead import SECOND_CACHE, cache_for, is_vector_load, prefetch
+from lowering.stages.ir.symbols import constant_of, device_functions, maker_of
+
+_LEAST_ROWS = 4
+_FLOAT_BYTES = 4
+# The next rows, or, of long ones, what comes next in each: a second cache may be small.
+_MOST_BYTES = 128 << 10
+_AHEAD_IN_ROW_BYTES = 2048
+
+
+def read_rows_ahead(module: Any, features: Collection[str]) -> None:
+    """Prefetch the rows of a matrix that come after those which a vector is multiplied by.
+
+    Rows that are read side by side (`lowering.stages.flow.read_by_rows`) are in pages of their own,
+    and a CPU finds out in each page anew what is read. A C program of the same loop reads rows of
+    1024 floats at 21.9 GB/s without, at 25.9 with prefetches of the next 8 rows; those of 11008 at
+    27.5 and 30.2 (two cores of an EPYC, Zen 4). Into the first cache, they gain nothing; nor do
+    they on a Zen 5.
+
+    Before: 8 x (%w = llvm.load %p : vector<16xf32>; llvm.intr.fma(%w, %x, %nothing))
+    After:  8 x (%a = llvm.getelementptr %p[8 rows] : i8; llvm.intr.prefetch %a; the same)
+
+    Args:
+        module: as IREE's phase `executable-targets` leaves it, in the LLVM dialect.
+        features: of the CPU that is compiled for, by LLVM's names.
+    """
+    if cache_for(features) is None:
+        return
+    for function in device_functions(module):
+        for block in function.regions[0].blocks:
+            for loads in _rows_side_by_side(list(block.operations)):
+                if (row := _row_bytes(loads)) is None:
+                    continue
+                rows = len(loads) * row
+                ahead = rows if rows <= _MOST_BYTES else _AHEAD_IN_ROW_BYTES
+                for load in loads:
+                    prefetch(load, ahead, SECOND_CACHE)
+
+
+def _rows_side_by_side(ops: Sequence[Any]) -> list[list[Any]]:
+    """Return the loads of what is multiplied by the same vector, in order; once for several."""
+    products = [op for op in ops if op.operation.name == "llvm.intr.fma"]
+    if len(products) < _LEAST_ROWS:
+        return []
+    loads = {op.operation.results[0]: op for op in ops if is_vector_load(op)}
+    found: dict[Any, list[Any]] = defaultdict(list)
+    for op in products:
+        row, vector, _ = op.operation.operands
+        if row in loads:
+            found[vector].append(row)
+    several = dict.fromkeys(tuple(rows) for rows in found.values() if len(rows) >= _LEAST_ROWS)
+    return [[loads[row] for row in rows] for rows in several]
+
+
+def _row_bytes(loads: Sequence[Any]) -> int | None:
+    """Return how far each row is from the one before; None: not all as far, or it is not known."""
+    places = [_place(load) for load in loads]
+    steps = [_difference(after, before) for before, after in itertools.pairwise(places)]
+    floats = steps[0].pop(None, 0)
+    others = [step for step in steps[1:] if step != {None: floats}]
+    return floats * _FLOAT_BYTES if floats > 0 and not steps[0] and not others else None
+
+
+def _place(load: Any) -> Counter[Any]:
+    """Return where a load reads, in floats: how often each value counts; None for 1."""
+    pointer = load.operation.operands[0]
+    if maker_of(pointer) != "llvm.getelementptr" or len(pointer.owner.operands) != 2:
+        return Counter({pointer: 1})
+    base, index = pointer.owner.operands
+    place = _sum(index)
+    place[base] += 1
+    return place
+
+
+def _sum(value: Any) -> Counter[Any]:
+    """Write a number as a sum: how often each value counts; None for 1."""
+    if (number := constant_of(value)) is not None:
+        return Counter({None: number})
+    match maker_of(value):
+        case "llvm.add":
+            one, other = map(_sum, value.owner.operands)
+            one.update(other)
+            return one
+        case "llvm.mul":
+            one, factor = value.owner.operands
+            if (times := constant_of(factor)) is not None:
+                return Counter({key: count * times for key, count in _sum(one).items()})
+    return Counter({value: 1})
+
+
+def _difference(one: Counter[Any], other: Counter[Any]) -> dict[Any, int]:
+    difference = Counter(one)
+    difference.subtract(other)
+    return {key: count for key, count in difference.items() if count}

@@ -1,0 +1,349 @@
+"""Convolve several images at a time, place by place, and only where a window is inside of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lowering.stages.flow.tiled_followers import Tile, can_be_tiled, dtype_of, write_tiled
+from lowering.stages.ir.device_programs import (
+    DISPATCH,
+    EXECUTABLE,
+    EXPORT,
+    argument_type,
+    dispatches_of,
+    entry_of,
+    functions_of,
+    is_at,
+    is_loaded,
+    place_of,
+    set_type,
+    set_workgroups,
+)
+from lowering.stages.ir.dispatch_work import FLOPS, LOAD, STORE
+from lowering.stages.ir.structured import inputs_of
+from lowering.stages.ir.symbols import inside, maker_of, symbol_of
+from lowering.stages.ir.templates import clones, floats, put
+from lowering.stages.linalg.mark_convolutions import Mark
+
+# What followers do not compute: they load and make it anew.
+_SOURCES = frozenset({"arith.constant", "tensor.empty", "linalg.fill", LOAD})
+# Of a work item: a row of some images, for the features of a panel. Returns where that is.
+_LOOPS = """
+#config = #iree_cpu.lowering_config<distribution = [0, 0, 0],
+    vector_common_parallel = [{images}, {columns}, 0], vector_reduction = [0, 0, 1]>
+#translation = #iree_codegen.translation_info<
+    pipeline = #iree_cpu.pipeline<DoubleTilingExpert>, {{enable_loop_peeling = true}}>
+#compilation = #iree_codegen.compilation_info<
+    lowering_config = #config, translation_info = #translation>
+func.func @loops(%xs: {xs}, %ws: {ws}) -> (index, index, index) {{
+  %zero = arith.constant 0.0 : f32
+  %first = arith.constant 0 : index
+  %step = arith.constant 1 : index
+  %width = arith.constant {width} : index
+  %row = flow.dispatch.workgroup.id[0] : index
+  %panel = flow.dispatch.workgroup.id[1] : index
+  %block = flow.dispatch.workgroup.id[2] : index
+  %image = affine.apply affine_map<(d0) -> (d0 * {images})>(%block)
+  %above = affine.max affine_map<(d0) -> (0, {above})>(%row)
+  %below = affine.min affine_map<(d0) -> ({high}, {below})>(%row)
+  scf.for %column = %first to %width step %step {{
+    %left = affine.max affine_map<(d0) -> (0, {left})>(%column)
+    %right = affine.min affine_map<(d0) -> ({wide}, {right})>(%column)
+    %empty = tensor.empty() : {tile}
+    %zeros = linalg.fill ins(%zero : f32) outs(%empty : {tile}) -> {tile}
+    %sums = scf.for %i = %above to %below step %step iter_args(%before = %zeros) -> ({tile}) {{
+      %y = affine.apply affine_map<(d0, d1) -> ({y})>(%row, %i)
+      %more = scf.for %j = %left to %right step %step iter_args(%sum = %before) -> ({tile}) {{
+        %x = affine.apply affine_map<(d0, d1) -> ({x})>(%column, %j)
+        %pixels = iree_tensor_ext.dispatch.tensor.load %xs, offsets = [%image, %y, %x, 0],
+            sizes = [{images}, 1, 1, {channels}], strides = [1, 1, 1, 1] : {xs} -> {pixels}
+        %factors = iree_tensor_ext.dispatch.tensor.load %ws, offsets = [{panel}%i, %j, 0, 0],
+            sizes = [{one}1, 1, {channels}, {columns}], strides = [{one}1, 1, 1, 1]
+            : {ws} -> {factors}
+        %next = linalg.matmul {{compilation_info = #compilation}}
+            ins(%pixels, %factors : {pixels}, {factors}) outs(%sum : {tile}) -> {tile}
+        scf.yield %next : {tile}
+      }}
+      scf.yield %more : {tile}
+    }}
+  }}
+  return %image, %row, %panel : index, index, index
+}}
+"""
+# A convolution by itself; its function is filled in.
+_ALONE = """
+flow.executable private @{name} {{
+  flow.executable.export public @{name} workgroups() -> (index, index, index) {{
+    %x, %y, %z = iree_tensor_ext.dispatch.workgroup_count_from_slice()
+    flow.return %x, %y, %z : index, index, index
+  }}
+  builtin.module {{
+    func.func @{name}(%xs: {xs}, %ws: {ws}, %sums: {sums}) {{
+      return
+    }}
+  }}
+}}
+"""
+
+
+def skip_padding(module: Any) -> None:
+    """Write marked convolutions as loops over the places of a window that are inside of an image.
+
+    IREE's loops over a window are of a known number of steps, and multiply what was padded, too: a
+    fifth of what 3x3 windows see of 7x7 images, a tenth of 14x14. What computes on the result in
+    the same device program does so tile by tile; where it cannot, it gets one of its own. An image
+    that was only copied to be padded is read as it is, and not copied.
+
+    ResNet-18 takes 131 ms for 8 images instead of 145; 512 channels of 7x7 each 7.0 instead of 8.8,
+    256 of 14x14 7.8 instead of 9.3 (two cores of an EPYC, Zen 4).
+
+    Before: %sums[n, h, w, g, f] = sum over i, j, c of
+                %padded[n, h + i, w + j, c] * %panels[g, i, j, c, f]             3x3, padding of 1
+            %y = relu(%sums)
+    After:  for each block of images n, row h, panel g: for w in 0..W:
+                %tile = 0
+                for i in max(0, 1 - h)..min(3, H + 1 - h), j in max(0, 1 - w)..min(3, W + 1 - w):
+                    %tile[n, f] += sum over c of %x[n, h + i - 1, w + j - 1, c] * %panels[...]
+                %y[n, h, w, g, f] = relu(%tile)
+
+    Args:
+        module: one in flow, its dispatches formed (see `lowering.stages.linalg.mark_convolutions`).
+    """
+    found = [_Program.of(executable) for executable in inside(module, EXECUTABLE)]
+    for program in filter(None, found):
+        whole = program if program.can_be_tiled() else program.separated(module)
+        for part in whole.by_images(module):
+            part.write()
+
+
+@dataclass(frozen=True)
+class _Program:
+    """A device program with a marked convolution.
+
+    Attributes:
+        executable: the program.
+        function: its function.
+        op: the convolution.
+        mark: what is known of it.
+        images: what it reads, `[N, H, W, C]`, as an argument of the function.
+        panels: the weight, as another one.
+        is_padded: whether the images are.
+    """
+
+    executable: Any
+    function: Any
+    op: Any
+    mark: Mark
+    images: Any
+    panels: Any
+    is_padded: bool = True
+
+    @classmethod
+    def of(cls, executable: Any) -> _Program | None:
+        """Find the convolution in a program; None if there is none."""
+        for function in functions_of(executable):
+            for op in function.regions[0].blocks[0].operations:
+                if (mark := Mark.of(op)) is not None and all(map(is_loaded, inputs_of(op))):
+                    images, panels = (value.owner.operands[0] for value in inputs_of(op))
+                    return cls(executable, function, op.operation, mark, images, panels)
+        return None
+
+    @property
+    def _ops(self) -> list[Any]:
+        """All ops of the function but its return."""
+        *ops, _ = self.function.regions[0].blocks[0].operations
+        return [op.operation for op in ops]
+
+    @property
+    def _followers(self) -> list[Any]:
+        """What computes after the convolution, or stores."""
+        ops = self._ops
+        followers = ops[ops.index(self.op) + 1 :]
+        return [op for op in followers if op.name not in _SOURCES]
+
+    def can_be_tiled(self) -> bool:
+        """Say whether all that follows the convolution can be computed tile by tile."""
+        return can_be_tiled(self._followers, self.op.results[0])
+
+    def separated(self, module: Any) -> _Program:
+        """Give the convolution a program of its own, whose result this one then reads."""
+        from iree.compiler import ir
+
+        sums, own = self.op.results[0], [self.images, self.panels]
+        name = f"{symbol_of(self.executable)}_convolution"
+        made, read = (argument_type(access, sums.type) for access in ("writeonly", "readonly"))
+        text = _ALONE.format(name=name, xs=own[0].type, ws=own[1].type, sums=made)
+        with ir.InsertionPoint(self.executable):
+            written = ir.Module.parse(text)  # its ops live as long
+            alone = written.body.operations[0].operation.clone()
+        ((block,),) = (function.regions[0].blocks for function in functions_of(alone))
+        loaded = [value.owner for value in inputs_of(self.op)]
+        begun = [op for op in self._ops if op.name in _SOURCES and op.name != LOAD]
+        with ir.InsertionPoint(block.operations[0]), self.op.location:
+            arguments = dict(zip(own, block.arguments, strict=False))
+            values = clones([*loaded, *begun, self.op], arguments)
+            Tile.whole(sums.type.shape).store(values[sums], block.arguments[2])
+        program = self.of(alone)
+        assert program is not None
+        for dispatch in dispatches_of(module, self.executable):
+            places = [place_of(dispatch, argument) for argument in own]
+            with ir.InsertionPoint(dispatch), dispatch.location:
+                new = ir.Operation.create(
+                    DISPATCH,
+                    results=[sums.type],
+                    operands=[dispatch.operands[place] for place in places],
+                    attributes={
+                        "entry_points": program._entries,
+                        "operandSegmentSizes": ir.DenseI32ArrayAttr.get([0, len(own), 0, 0]),
+                    },
+                )
+            dispatch.operands[places[1]] = new.result
+        self.panels.set_type(read)
+        set_type(self.function)
+        with ir.InsertionPoint(self.op):
+            whole = Tile.whole(sums.type.shape).load(self.panels, dtype_of(sums))
+        sums.replace_all_uses_with(whole)
+        for op in (self.op, *loaded):
+            op.erase()
+        return program
+
+    def by_images(self, module: Any) -> list[_Program]:
+        """Read images as they are where they are only copied to be padded.
+
+        Returns:
+            The program, or two: one for where they are, and one for where they are not.
+        """
+        dispatches = dispatches_of(module, self.executable)
+        places = [place_of(dispatch, self.images) for dispatch in dispatches]
+        sources = [
+            self._source(module, dispatch.operands[place])
+            for dispatch, place in zip(dispatches, places, strict=True)
+        ]
+        if not any(sources):
+            return [self]
+        programs = [replace(self, is_padded=False)]
+        if not all(sources):
+            programs.append(self._copied())
+        for dispatch, place, source in zip(dispatches, places, sources, strict=True):
+            if source is None:
+                dispatch.attributes["entry_points"] = programs[-1]._entries
+                continue
+            copy = dispatch.operands[place].owner
+            dispatch.operands[place] = source
+            if not any(True for _ in copy.results[0].uses):
+                copy.erase()
+            self.images.set_type(argument_type("readonly", source.type))
+        set_type(self.function)
+        return programs
+
+    def _copied(self) -> _Program:
+        """Write the program again, under other names."""
+        from iree.compiler import ir
+
+        with ir.InsertionPoint(self.executable):
+            executable = self.executable.operation.clone()
+        (export,), (function,) = inside(executable, EXPORT), functions_of(executable)
+        for op in (executable, export, function):
+            op.attributes["sym_name"] = ir.StringAttr.get(f"{symbol_of(op)}_of_padded")
+        export.attributes["function_ref"] = ir.FlatSymbolRefAttr.get(symbol_of(function))
+        program = self.of(executable)
+        assert program is not None
+        return program
+
+    @property
+    def _entries(self) -> Any:
+        """How it is dispatched."""
+        from iree.compiler import ir
+
+        name = ir.SymbolRefAttr.get([symbol_of(self.executable), symbol_of(self.function)])
+        return ir.ArrayAttr.get([name])
+
+    def _source(self, module: Any, padded: Any) -> Any:
+        """Return the images that are copied to be padded; None if they are made otherwise."""
+        if maker_of(padded) != DISPATCH or not any(map(any, self.mark.padding)):
+            return None
+        name = entry_of(padded.owner)
+        (executable,) = (op for op in inside(module, EXECUTABLE) if symbol_of(op) == name)
+        ((block,),) = (function.regions[0].blocks for function in functions_of(executable))
+        load, *others = [op.operation for op in block.operations]
+        if [load.name, *(op.name for op in others)] != [LOAD, STORE, "func.return"]:
+            return None
+        store, _ = others
+        begin = [0, *(before for before, _ in self.mark.padding), 0]
+        is_copy = is_at(load, [0] * len(begin)) and is_at(store, begin)
+        source = padded.owner.operands[place_of(padded.owner, load.operands[0])]
+        is_whole = list(source.type.shape) == list(load.results[0].type.shape)
+        return source if is_copy and is_whole else None
+
+    def write(self) -> None:
+        """Write the loops, and what follows the convolution as of their tiles."""
+        from iree.compiler import ir
+
+        old, followers, sums = self._ops, self._followers, self.op.results[0]
+        count, height, _, *panels, columns = sums.type.shape
+        *_, end = self.function.regions[0].blocks[0].operations
+        with ir.InsertionPoint(end), self.op.location:
+            image, row, panel = put(self._loops(), [self.images, self.panels])
+        *_, loop = self._ops
+        (body,) = loop.regions[0].blocks
+        *_, nest, end = body.operations
+        where = [image, row, body.arguments[0], *([panel] if panels else []), None]
+        tile = Tile([self.mark.images, *[1] * (len(where) - 2), columns], where)
+        with ir.InsertionPoint(end):
+            write_tiled(followers, sums, nest.operation.results[0], tile)
+        self.function.attributes[FLOPS] = ir.IntegerAttr.get(
+            ir.IntegerType.get_signless(64), self._flops()
+        )
+        for op in reversed(old):
+            if op.name != "arith.constant":
+                op.erase()
+        set_workgroups(self.executable, [height, *(panels or [1]), count // self.mark.images])
+
+    def _flops(self) -> int:
+        """Count the multiplications and additions."""
+        count, *made = self.op.results[0].type.shape
+        *kernel, channels, _ = inputs_of(self.op)[1].type.shape[-4:]
+        _, *sizes, _ = inputs_of(self.op)[0].type.shape
+        mark, steps = self.mark, 2 * count * channels * math.prod(made[2:])
+        for places, window, size, step, apart, (before, after) in zip(
+            made[:2], kernel, sizes, mark.stride, mark.dilation, mark.padding, strict=True
+        ):
+            seen = range(before, size - after)
+            steps *= sum(h * step + i * apart in seen for h in range(places) for i in range(window))
+        return int(steps)
+
+    def _loops(self) -> str:
+        _, _, width, *panels, columns = self.op.results[0].type.shape
+        *kernel, channels, _ = inputs_of(self.op)[1].type.shape[-4:]
+        _, *sizes, _ = inputs_of(self.op)[0].type.shape
+        begins, ends, reads = list[str](), list[str](), list[str]()
+        for size, step, apart, (before, after) in zip(
+            sizes, self.mark.stride, self.mark.dilation, self.mark.padding, strict=True
+        ):
+            begins.append(f"({before} - d0 * {step}) ceildiv {apart}")
+            ends.append(f"({size - after} - d0 * {step}) ceildiv {apart}")
+            skipped = 0 if self.is_padded else before
+            reads.append(f"d0 * {step} + d1 * {apart} - {skipped}")
+        return _LOOPS.format(
+            xs=self.images.type,
+            ws=self.panels.type,
+            images=self.mark.images,
+            columns=columns,
+            channels=channels,
+            width=width,
+            panel="%panel, " if panels else "",
+            one="1, " if panels else "",
+            tile=floats(self.mark.images, columns),
+            pixels=floats(self.mark.images, channels),
+            factors=floats(channels, columns),
+            above=begins[0],
+            left=begins[1],
+            below=ends[0],
+            right=ends[1],
+            high=kernel[0],
+            wide=kernel[1],
+            y=reads[0],
+            x=reads[1],
+        )

@@ -1,0 +1,59 @@
+"""Arithmetic on indices goes into the op that reads by them: no device program of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lowering.stages.ir.structured import inputs_of, is_elementwise
+from lowering.stages.ir.symbols import maker_of
+from lowering.stages.ir.templates import copied
+
+_BY_ITSELF = ("arith.", "linalg.yield")  # what only depends on its operands
+
+
+def index_inside(function: Any) -> None:
+    """Compute indices where they are used; IREE does not, as one is used for a whole row.
+
+    Before: %1 = linalg.generic ins(%i) { maxsi(%in, 0) }
+            %2 = linalg.generic {(d0, d1) -> (d0)} ins(%1) { tensor.extract %w[%in, %d1] }
+    After:  %2 = linalg.generic {(d0, d1) -> (d0)} ins(%i) { tensor.extract %w[maxsi(%in, 0), %d1] }
+    """
+    for view in function.regions[0].blocks[0].operations:
+        op = view.operation
+        if op.name == "linalg.generic" and _reads_by_index(op):
+            for place in range(len(inputs_of(op))):
+                while _is_of_one(op.operands[place]):
+                    _take_inside(op, place)
+
+
+def _reads_by_index(op: Any) -> bool:
+    return any(o.operation.name == "tensor.extract" for o in op.regions[0].blocks[0].operations)
+
+
+def _is_of_one(value: Any) -> bool:
+    """Say whether a value is made, number by number, from one other of its dtype."""
+    if maker_of(value) != "linalg.generic":
+        return False
+    op = value.owner
+    body = op.regions[0].blocks[0]
+    maps = {str(text) for text in op.attributes["indexing_maps"]}
+    return (
+        is_elementwise(op)
+        and [v.type for v in inputs_of(op)] == [value.type]
+        and len(maps) == 1
+        and all(o.operation.name.startswith(_BY_ITSELF) for o in body.operations)
+        and not any(True for _ in body.arguments[1].uses)  # what the result starts from
+    )
+
+
+def _take_inside(op: Any, place: int) -> None:
+    from iree.compiler import ir
+
+    maker, body = op.operands[place].owner, op.regions[0].blocks[0]
+    taken = body.arguments[place]
+    users = [(use.owner, use.operand_number) for use in taken.uses]
+    with op.location, ir.InsertionPoint.at_block_begin(body):
+        (result,) = copied(maker.regions[0].blocks[0], [taken])
+    for user, i in users:
+        user.operands[i] = result
+    op.operands[place] = inputs_of(maker)[0]

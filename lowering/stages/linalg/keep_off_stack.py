@@ -1,0 +1,49 @@
+"""Keep IREE from putting whole tensors on the stack, which it then refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lowering.stages.ir.barrier import behind_barrier, read_behind_barrier
+from lowering.stages.ir.structured import inputs_of, is_of_nothing
+
+_PUTS = frozenset({"tensor.concat", "tensor.insert_slice", "tensor.pad"})
+
+
+def keep_off_stack(function: Any) -> None:
+    """Let sorts, scans and scatters read memory, and write what they made into memory of their own.
+
+    What IREE makes in the same device program for a scatter to put, what is left of a sort of which
+    only one result is read, and what a scan makes for a part of a larger tensor, has no place in
+    memory. Room on the stack it gives to tensors of static sizes alone, and of few bytes.
+
+    Before: %0 = linalg.fill 0.0; %1 = tm_tensor.scatter ins(%0, %i) outs(%x)
+            %2:2 = tm_tensor.sort outs(%keys, %places); return %1, tensor.pad %2#1
+    After:  %b = util.optimization_barrier %0; %1 = tm_tensor.scatter ins(%b, %i) outs(%x)
+            %2:2 = tm_tensor.sort outs(%keys, %places); %c = util.optimization_barrier %2#0
+            %d = util.optimization_barrier %2#1; return %1, tensor.pad %d
+    """
+    ops = list(function.regions[0].blocks[0].operations)
+    for op in (op.operation for op in ops if op.operation.name.startswith("tm_tensor.")):
+        _keep_read(op)
+        for result in op.results:
+            readers = {use.owner.operation.name for use in result.uses}
+            is_left = not readers and len(op.results) > 1 and _is_dynamic(result)
+            if is_left or readers & _PUTS:
+                read_behind_barrier(result)
+
+
+def _keep_read(op: Any) -> None:
+    from iree.compiler import ir
+
+    for i, value in enumerate(inputs_of(op)):
+        is_made = not isinstance(value.owner, ir.Block) and is_of_nothing(value.owner)
+        if is_made and _is_dynamic(value):
+            with op.location, ir.InsertionPoint(op):
+                op.operands[i] = behind_barrier(value)
+
+
+def _is_dynamic(value: Any) -> bool:
+    from iree.compiler import ir
+
+    return not ir.RankedTensorType(value.type).has_static_shape

@@ -1,0 +1,325 @@
+"""Write products of matrices such that one factor is packed, if any, and no result unpacked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lowering.cpu import best_for
+from lowering.stages.code.multiply_tiles import has_tiles, suits_tiles
+from lowering.stages.code.tile_functions import COLUMNS, ROWS
+from lowering.stages.ir.barrier import put_barriers
+from lowering.stages.ir.factors import (
+    VIEWS,
+    as_float,
+    bytes_of,
+    is_plain,
+    is_weight,
+    shapes_of,
+    transposed,
+)
+from lowering.stages.ir.structured import broadcast_inputs, is_elementwise
+from lowering.stages.ir.symbols import maker_of
+from lowering.stages.ir.templates import floats, replace_by, tensor
+from lowering.stages.linalg.mark_convolutions import MARK
+
+# Rows (at most) and columns of a result that registers hold, by what the CPU can do, the first that
+# fits: 24 of 32 registers of 16 floats, 12 of 16 registers of 8. The factors need the others.
+_BLOCKS: Mapping[frozenset[str], tuple[int, int] | None] = {
+    frozenset({"avx512f"}): (12, 32),
+    frozenset({"avx2", "fma"}): (6, 16),
+    frozenset(): None,
+}
+_ROWS = range(128, 513)  # of a work item, if there are more, and so many divide them
+_MOST_PANELS = 16  # of a work item
+# IREE's task system hands out work items one by one while there are fewer than 8 for each worker,
+# and else 8 at a time (`iree/task/tuning.h`); they are made such that these have the same to do.
+_AT_A_TIME = 8
+_WORKERS = (2, 4, 8)
+_LEAST_PADDED = 512  # columns, of which at most one panel is not full
+_MOST_STACKED = 64  # matrices: how unevenly more are shared out hardly differs
+
+# Of stacked matrices, {s} is "s, " and {one} is "1, "; of single ones, nothing.
+_PRODUCT = """
+func.func private @product(%x: {x}, %w: {w}, %start: {start}) -> {y} {{
+  %empty = tensor.empty() : {panels}
+  {pack}
+  {begin}
+  %parts = linalg.generic {{
+      indexing_maps = [affine_map<({s}m, n, l, k) -> ({s}m, k)>,
+                       affine_map<({s}m, n, l, k) -> ({s}n, k, l)>,
+                       affine_map<({s}m, n, l, k) -> ({s}m, n, l)>],
+      iterator_types = [{parallel}, "reduction"]}}
+      ins(%x, %panels : {x}, {panels}) outs(%zeros : {split})
+      attrs = {{compilation_info = #iree_codegen.compilation_info<
+        lowering_config = #iree_cpu.lowering_config<
+          distribution = [{one}{item_rows}, {item_panels}, 0, 0],
+          cache_parallel = [{one}{item_rows}, 1, 0, 0],
+          vector_common_parallel = [{one}{rows}, 1, {width}, 0],
+          vector_reduction = [{zero}0, 0, 0, 1]>,
+        translation_info = #iree_codegen.translation_info<
+          pipeline = #iree_cpu.pipeline<DoubleTilingExpert>, {{enable_loop_peeling = true}}>>}} {{
+  ^bb0(%a: f32, %b: {dtype}, %sum: f32):
+    {widen}
+    %ab = arith.mulf %a, %{factor} : f32
+    %next = arith.addf %sum, %ab : f32
+    linalg.yield %next : f32
+  }} -> {split}
+  {end}
+  return %y : {y}
+}}
+"""
+_PACK = """
+  %zero = arith.constant 0.0 : f32
+  %panels = linalg.pack %w {padding} {order} inner_dims_pos = [{dim}] inner_tiles = [{width}]
+      into %empty : {w} -> {panels}
+"""
+# Which IREE does 16x16 at a time.
+_TRANSPOSE = """
+  %rows = tensor.expand_shape %w {dims} output_shape {shape} : {w} into {rows}
+  %moved = linalg.transpose ins(%rows : {rows}) outs(%empty : {panels}) permutation = {order}
+  %panels = util.optimization_barrier %moved : {panels}
+"""
+# Where panels hold all of the columns, and no more.
+_BEGIN = "%zeros = tensor.expand_shape %start {columns} output_shape {shape} : {y} into {split}"
+_END = "%y = tensor.collapse_shape %parts {columns} : {split} into {y}"
+# Where the last of them has some over.
+_BEGIN_PADDED = """
+  %unset = tensor.empty() : {split}
+  %zeros = linalg.fill ins(%start : f32) outs(%unset : {split}) -> {split}
+"""
+_END_PADDED = """
+  %all = tensor.collapse_shape %parts {columns} : {split} into {whole}
+  %y = tensor.extract_slice %all {zeros} {sizes} {ones} : {whole} to {y}
+"""
+_NAMES = {"linalg.matmul": 2, "linalg.batch_matmul": 3}  # -> dimensions of a factor
+
+
+def read_in_panels(function: Any, features: Collection[str]) -> None:
+    """Read the second factor of products of floats in panels as wide as two vectors.
+
+    IREE packs both factors into panels of 16 rows or columns, and unpacks the result. A block of
+    16x16 loads 17 times to make 16 multiply-adds of vectors, which is more than a CPU can; one of
+    12x32 loads 14 times for 24. Its rows of the first factor need not be packed, nor the result
+    unpacked, and what is computed of that follows in the same device program. Weights are packed
+    once, at load.
+
+    Where a CPU has a matrix unit, and it is the faster, the blocks are as high as its tiles, which
+    take their place later (`lowering.stages.code.multiply_tiles`).
+
+    What transposes the result stays a device program of its own: IREE would have the product write
+    in the other order, number by number (32x1024 of them, and their softplus: 0.32 ms, not 0.03).
+    So does what reads it over and over, in loops that the product has not, and for which no block
+    is known ("large vector sizes"): the gradient of a Linear on a text's first token.
+
+    A matrix that lies transposed, and is no weight, is transposed into panels, and not packed (of
+    2048x2048, in 1.4 ms instead of 3.8): in training, weights are arguments.
+
+    A matrix of signed bytes is packed as such, and widened where it is multiplied; not where the
+    last panel would have columns over, nor by a matrix unit.
+
+    Before: %y = linalg.matmul ins(%x, %w)                      with %x of [M, K], %w of [K, N]
+    After:  %panels[n, k, l] = %w[k, 32 * n + l], 0 where there is no such column
+            %parts[m, n, l] = sum over k of %x[m, k] * %panels[n, k, l]
+            %y[m, 32 * n + l] = %parts[m, n, l]
+
+    Args:
+        function: an entry point; its parameters are loads of globals.
+        features: of the CPU that is compiled for, by LLVM's names.
+    Source: the blocks are those of K. Goto and R. van de Geijn, "Anatomy of High-Performance Matrix
+        Multiplication" (2008).
+    """
+    if (block := best_for(features, _BLOCKS)) is None:
+        return
+    tiles = has_tiles(features)
+    computed = set[Any]()  # by products, or of what they compute
+    for op in list(function.regions[0].blocks[0].operations):
+        if (product := _product_of(op, block, tiles=tiles)) is not None:
+            computed.add(replace_by(op, product.text(), product.arguments))
+        elif MARK in op.attributes:
+            computed.update(op.results)
+        elif not any(operand in computed for operand in op.operands):
+            continue
+        elif op.operation.name == "linalg.transpose":
+            put_barriers(op, [0])
+        elif places := [i for i in broadcast_inputs(op) if op.operands[i] in computed]:
+            put_barriers(op, places)
+        elif op.operation.name in VIEWS or is_elementwise(op):
+            computed.update(op.results)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """One product: its sizes, and where its operands come from.
+
+    Attributes:
+        sizes: M, K, N.
+        stack: how many matrices there are, one after the other; empty: one that is not stacked.
+        block: rows, at most, and columns that registers hold.
+        is_transposed: whether the second factor is `[N, K]`.
+        is_weight: whether it is packed once, at load.
+        arguments: both factors, and what the sums begin with: a number where the last panel has
+            columns over, or else a tensor.
+        dtype: of the second factor.
+    """
+
+    sizes: tuple[int, int, int]
+    stack: Sequence[int]
+    block: tuple[int, int]
+    is_transposed: bool
+    is_weight: bool
+    arguments: Sequence[Any]
+    dtype: str
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the last panel has columns over."""
+        return self.sizes[2] % self.block[1] != 0
+
+    @property
+    def factor(self) -> str:
+        """The type of the second factor."""
+        _, k, n = self.sizes
+        return tensor([*self.stack, *((n, k) if self.is_transposed else (k, n))], self.dtype)
+
+    def text(self) -> str:
+        """Write it."""
+        (m, k, n), (most, width), stack = self.sizes, self.block, self.stack
+        rows = -(-m // -(-m // most))  # of blocks as high as one another
+        count, first = -(-n // width), len(stack)
+        item_rows, item_panels = work_item(m, count, math.prod(stack), rows)
+        widen, factor = as_float("b", self.dtype)
+        split, whole = [*stack, m, count, width], [*stack, m, count * width]
+        ends = {
+            "columns": [[d] for d in range(first + 1)] + [[first + 1, first + 2]],
+            "split": floats(*split),
+            "shape": split,
+            "whole": floats(*whole),
+            "y": floats(*stack, m, n),
+            "zeros": [0] * len(whole),
+            "sizes": [*stack, m, n],
+            "ones": [1] * len(whole),
+        }
+        panels = tensor([*stack, count, k, width], self.dtype)
+        return _PRODUCT.format(
+            pack=self._pack(panels),
+            x=floats(*stack, m, k),
+            w=self.factor,
+            y=ends["y"],
+            start="f32" if self.is_padded else ends["y"],
+            begin=(_BEGIN_PADDED if self.is_padded else _BEGIN).format(**ends),
+            end=(_END_PADDED if self.is_padded else _END).format(**ends),
+            panels=panels,
+            dtype=self.dtype,
+            widen=widen,
+            factor=factor,
+            split=ends["split"],
+            s="s, " if stack else "",
+            one="1, " if stack else "",
+            zero="0, " if stack else "",
+            parallel=", ".join(['"parallel"'] * (first + 3)),
+            item_rows=item_rows,
+            item_panels=item_panels,
+            rows=rows,
+            width=width,
+        )
+
+    def _pack(self, panels: str) -> str:
+        """Write how the second factor gets into panels."""
+        (_, k, n), width, first = self.sizes, self.block[1], len(self.stack)
+        if self.is_transposed and not self.is_weight and not self.is_padded:
+            shape = [*self.stack, n // width, width, k]
+            return _TRANSPOSE.format(
+                panels=panels,
+                w=self.factor,
+                rows=tensor(shape, self.dtype),
+                shape=shape,
+                dims=[*([d] for d in range(first)), [first, first + 1], [first + 2]],
+                order=[*range(first + 1), first + 2, first + 1],
+            )
+        order = f"outer_dims_perm = {[*range(first), first + 1, first]}"
+        return _PACK.format(
+            panels=panels,
+            w=self.factor,
+            width=width,
+            padding="padding_value(%zero : f32)" if self.is_padded else "",
+            order="" if self.is_transposed else order,
+            dim=first if self.is_transposed else first + 1,
+        )
+
+
+def _product_of(op: Any, block: tuple[int, int], *, tiles: bool) -> _Product | None:
+    """Read an op off; None if it is no product that is written anew.
+
+    Args:
+        op: any op.
+        block: rows, at most, and columns that registers hold.
+        tiles: whether the CPU has a matrix unit.
+    """
+    rank = _NAMES.get(op.operation.name)
+    if rank is None or not is_plain(op.operation, rank) or (shapes := shapes_of(op)) is None:
+        return None
+    x, w, start = op.operands
+    *stack, m, k = shapes[0]
+    n = shapes[1][-1]
+    if m < 2 or 0 in (k, n, *stack):
+        return None
+    if (narrow := bytes_of(w)) is not None:
+        w = narrow
+    elif tiles and suits_tiles(m, k):
+        block = (ROWS, COLUMNS)
+    source = transposed(w, rank)
+    factor = w if source is None else source
+    if n % block[1]:
+        # With columns over, what is packed is padded, and the result is copied without them: worth
+        # it for weights, which are packed once, and for the unit.
+        is_filled = maker_of(start) == "linalg.fill"
+        is_worth = block == (ROWS, COLUMNS) and n >= _LEAST_PADDED and is_weight(factor)
+        if not (is_filled and is_worth):
+            return None
+        start = start.owner.operands[0]
+    return _Product(
+        sizes=(m, k, n),
+        stack=stack,
+        block=block,
+        is_transposed=source is not None,
+        is_weight=is_weight(factor),
+        arguments=(x, factor, start),
+        dtype=str(factor.type.element_type),
+    )
+
+
+def work_item(m: int, panels: int, stack: int, rows: int) -> tuple[int, int]:
+    """Return how many rows and panels a worker computes at a time."""
+    stack = min(stack, _MOST_STACKED)
+    if m in _ROWS or not (divisors := [d for d in _ROWS if m % d == 0]):
+        item_rows = -(-m // rows) * rows
+    else:  # as many in each, or the last of them would have a loop of a size that is not known
+        item_rows = divisors[-1]
+    heights = [min(item_rows, m - top) for top in range(0, m, item_rows)]
+
+    def uneven(item: int) -> float:
+        widths = [min(item, panels - left) for left in range(0, panels, item)]
+        return unevenness([h * w for _ in range(stack) for h in heights for w in widths])
+
+    return item_rows, min(range(1, min(panels, _MOST_PANELS) + 1), key=uneven)
+
+
+def unevenness(items: Sequence[int]) -> float:
+    """Say how long the busiest worker works, for several numbers of them: the least is best.
+
+    Args:
+        items: how long each work item takes, in the order in which they are handed out.
+    """
+    return round(sum(_longest(items, w) * w / sum(items) for w in _WORKERS), 2)
+
+
+def _longest(items: Sequence[int], workers: int) -> int:
+    """Return what the busiest of some workers has to do."""
+    share = 1 if len(items) < _AT_A_TIME * workers else _AT_A_TIME
+    loads = [0] * workers
+    for begin in range(0, len(items), share):
+        loads[loads.index(min(loads))] += sum(items[begin : begin + share])
+    return max(loads)

@@ -1,0 +1,35 @@
+"""Keep IREE from writing columns straight into what they are put together to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lowering.stages.ir.barrier import behind_barrier
+
+
+def separate_pieces(function: Any) -> None:
+    """Put a barrier before a concatenation, at pieces that are one element thick.
+
+    IREE lets such a piece's op write into the result in place. In a long chain of products and
+    updates (the gradient of `ormqr`) some of the pieces are overwritten later, at every
+    optimization level; which of its passes does so is not known. Where slices are updated, the
+    barriers stay until buffers are assigned: it is then that the pieces are overwritten. Thicker
+    pieces, as attention and rotary embeddings have them, are not touched: no wrong one was seen.
+
+    Before: %0 = tensor.concat dim(1) %a, %b : (tensor<5x1xf32>, tensor<5x1xf32>)
+    After:  %c = util.optimization_barrier %a; %d = util.optimization_barrier %b
+            %0 = tensor.concat dim(1) %c, %d
+    """
+    from iree.compiler import ir
+
+    ops = list(function.regions[0].blocks[0].operations)
+    has_updates = any(op.operation.name == "tensor.insert_slice" for op in ops)
+    for op in ops:
+        if op.operation.name != "tensor.concat":
+            continue
+        dim = ir.IntegerAttr(op.attributes["dim"]).value
+        with ir.InsertionPoint(op):
+            for i, piece in enumerate(list(op.operands)):
+                kind = ir.RankedTensorType(piece.type)
+                if not kind.is_dynamic_dim(dim) and kind.get_dim_size(dim) == 1:
+                    op.operation.operands[i] = behind_barrier(piece, stays=has_updates)
