@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 import re
 import subprocess
 from collections import Counter
@@ -38,10 +40,12 @@ from lowering.stages.code.block_convolutions import block_convolutions
 from lowering.stages.code.give_access import replace_probe
 from lowering.stages.code.multiply_tiles import multiply_tiles
 from lowering.stages.code.pack_whole_tiles import pack_whole_tiles
+from lowering.stages.code.product_loops import loop_at
 from lowering.stages.code.read_ahead import read_ahead
 from lowering.stages.code.read_rows_ahead import read_rows_ahead
 from lowering.stages.flow.bind_functions import add_bind_functions
 from lowering.stages.flow.read_by_rows import read_by_rows
+from lowering.stages.ir.symbols import device_functions
 from lowering.stages.iree_session import IreeSession
 from lowering.stages.linalg.read_in_panels import work_item
 from lowering.stages.linalg_to_flow import form_dispatches, prepare
@@ -206,10 +210,7 @@ def test_a_barrier_stands_only_where_one_op_reads_a_reduction_along_two_axes(
     assert count("optimization_barrier", ir["linalg-to-flow"]) == 0, "the host would wait there"
 
 
-@pytest.mark.parametrize(
-    ("cpu", "cache"),
-    [("skylake-avx512", 3), ("sapphirerapids", 3), ("znver4", 2), ("znver5", None)],
-)
+@pytest.mark.parametrize(("cpu", "cache"), [("haswell", 3), ("znver4", 2), ("znver5", None)])
 @pytest.mark.parametrize(
     ("function", "prefetches"), [(torch.mm, 2), (lambda x, y: x.sigmoid() * y, 0)]
 )
@@ -230,6 +231,73 @@ def test_products_read_both_factors_ahead(
     assert [hint for _, hint in found] == [str(cache)] * prefetches
     bases = [re.findall(rf"{p} = llvm\.getelementptr (%\w+)\[4096\]", text)[0] for p, _ in found]
     assert len(set(bases)) == prefetches
+
+
+@pytest.mark.parametrize(
+    ("cpu", "rows", "depth", "asking"),
+    [
+        ("skylake-avx512", 128, 96, [1, 1]),  # of blocks of 12 rows, and the 8 that are left
+        ("sapphirerapids", 96, 96, [1]),
+        ("sapphirerapids", 24, 96, [1]),
+        ("sapphirerapids", 12, 96, [2]),
+        ("sapphirerapids", 9, 96, [2]),
+        ("skylake-avx512", 128, 4096, []),  # whose panels are as large as half of the second cache
+        ("znver4", 128, 96, []),
+    ],
+)
+def test_a_product_asks_for_all_of_the_next_panel_a_part_with_each_block(
+    lowered: Lower, cpu: str, rows: int, depth: int, asking: list[int]
+) -> None:
+    ir = lowered(lambda x, w: x @ w, torch.zeros(rows, depth), torch.zeros(depth, 96))
+    options = CompileOptions(flags=flags_for(cpu))
+    asked, panel_bytes, line_bytes = list[int](), depth * 128, 64
+    with IreeSession(options) as session:
+        module = session.parse(ir["torch-to-linalg"])
+        form_dispatches(session, module, options)
+        session.compile(module, begin="flow", end="executable-targets")
+        with session.context:
+            read_ahead(module, session.features)
+        found = [
+            (loop, ahead)
+            for function in device_functions(module)
+            for header in function.regions[0].blocks
+            if (loop := loop_at(header)) and (ahead := asked_for(loop.levels[0].body, loop.panel))
+        ]
+        assert [len(ahead) for _, ahead in found] == asking
+        for loop, ahead in found:
+            k = loop.levels[0].header.arguments[0]
+            firsts = range(0, rows // loop.height * loop.height, loop.height)
+            for row, step in itertools.product(firsts, range(depth)):
+                asked += [step * 128 + computed(a, k, step, row) for a in ahead]
+    lines = {(at - panel_bytes) // line_bytes for at in asked}
+    assert not asking or lines == set(range(panel_bytes // line_bytes))
+
+
+def asked_for(body: Any, panel: Any) -> list[tuple[Any, int]]:
+    """Return what is asked for in bytes from where a panel is read: a value, and a number more."""
+    lines = [op.operands[0].owner for op in body.operations if op.name == "llvm.intr.prefetch"]
+    places = [line.operands[0].owner for line in lines]
+    return [
+        (place.operands[1], line.attributes["rawConstantIndices"][0])
+        for line, place in zip(lines, places, strict=True)
+        if getattr(place, "name", "") == "llvm.getelementptr" and place.operands[0] == panel
+    ]
+
+
+def computed(ahead: tuple[Any, int], k: Any, step: int, row: int) -> int:
+    """Compute a number of device code, in which `k` is a step, and any other argument a row."""
+    value, more = ahead
+    if not hasattr(value.owner, "name"):
+        return (step if value == k else row) + more
+    if value.owner.name == "llvm.mlir.constant":
+        return int(value.owner.attributes["value"].value) + more
+    compute = {
+        "llvm.add": operator.add,
+        "llvm.sub": operator.sub,
+        "llvm.mul": operator.mul,
+        "llvm.udiv": operator.floordiv,
+    }[value.owner.name]
+    return int(compute(*(computed((o, 0), k, step, row) for o in value.owner.operands))) + more
 
 
 @pytest.mark.parametrize(

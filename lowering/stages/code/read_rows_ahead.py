@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from lowering.stages.code.places import stride_of
 from lowering.stages.code.read_ahead import SECOND_CACHE, cache_for, is_vector_load, prefetch
-from lowering.stages.ir.symbols import constant_of, device_functions, maker_of
+from lowering.stages.ir.symbols import device_functions
 
 _LEAST_ROWS = 4
 _FLOAT_BYTES = 4
@@ -38,9 +38,9 @@ def read_rows_ahead(module: Any, features: Collection[str]) -> None:
     for function in device_functions(module):
         for block in function.regions[0].blocks:
             for loads in _rows_side_by_side(list(block.operations)):
-                if (row := _row_bytes(loads)) is None:
+                if (row := stride_of([load.operation.operands[0] for load in loads])) is None:
                     continue
-                rows = len(loads) * row
+                rows = len(loads) * row * _FLOAT_BYTES
                 ahead = rows if rows <= _MOST_BYTES else _AHEAD_IN_ROW_BYTES
                 for load in loads:
                     prefetch(load, ahead, SECOND_CACHE)
@@ -59,45 +59,3 @@ def _rows_side_by_side(ops: Sequence[Any]) -> list[list[Any]]:
             found[vector].append(row)
     several = dict.fromkeys(tuple(rows) for rows in found.values() if len(rows) >= _LEAST_ROWS)
     return [[loads[row] for row in rows] for rows in several]
-
-
-def _row_bytes(loads: Sequence[Any]) -> int | None:
-    """Return how far each row is from the one before; None: not all as far, or it is not known."""
-    places = [_place(load) for load in loads]
-    steps = [_difference(after, before) for before, after in itertools.pairwise(places)]
-    floats = steps[0].pop(None, 0)
-    others = [step for step in steps[1:] if step != {None: floats}]
-    return floats * _FLOAT_BYTES if floats > 0 and not steps[0] and not others else None
-
-
-def _place(load: Any) -> Counter[Any]:
-    """Return where a load reads, in floats: how often each value counts; None for 1."""
-    pointer = load.operation.operands[0]
-    if maker_of(pointer) != "llvm.getelementptr" or len(pointer.owner.operands) != 2:
-        return Counter({pointer: 1})
-    base, index = pointer.owner.operands
-    place = _sum(index)
-    place[base] += 1
-    return place
-
-
-def _sum(value: Any) -> Counter[Any]:
-    """Write a number as a sum: how often each value counts; None for 1."""
-    if (number := constant_of(value)) is not None:
-        return Counter({None: number})
-    match maker_of(value):
-        case "llvm.add":
-            one, other = map(_sum, value.owner.operands)
-            one.update(other)
-            return one
-        case "llvm.mul":
-            one, factor = value.owner.operands
-            if (times := constant_of(factor)) is not None:
-                return Counter({key: count * times for key, count in _sum(one).items()})
-    return Counter({value: 1})
-
-
-def _difference(one: Counter[Any], other: Counter[Any]) -> dict[Any, int]:
-    difference = Counter(one)
-    difference.subtract(other)
-    return {key: count for key, count in difference.items() if count}
