@@ -27,6 +27,7 @@ from npu_iree.device import Device
 from npu_iree.errors import DeviceError
 from npu_iree.failed_check import FailedCheck
 from npu_iree.lending import Lender
+from npu_iree.parameter_index import parameter_index
 from npu_iree.timeline import Timepoint, Work, joined, new_fence, submitted
 
 _INSTANCE = hal.VmInstance()
@@ -77,14 +78,14 @@ class Executable:
         if not has_parameters:
             self.load(None)
 
-    def load(self, parameters: Any | None) -> None:
+    def load(self, parameters: Mapping[str, Any] | None) -> None:
         """Give the parameters their first values.
 
         IREE packs them for the code that reads them. Calls under way keep what they had.
 
         Args:
-            parameters: an `iree.runtime.ParameterIndex` with their bytes by name, or None. Nobody
-                writes to these any more.
+            parameters: their bytes by name, or None (see `npu_iree.parameter_index`). Nobody writes
+                to these any more.
 
         Raises:
             RuntimeError: IREE refused the module or a parameter.
@@ -92,7 +93,7 @@ class Executable:
         self._device.start_point()  # not in a forked child
         modules = []
         if parameters is not None:
-            provider = parameters.create_provider(scope=PARAMETER_SCOPE)
+            provider = parameter_index(parameters).create_provider(scope=PARAMETER_SCOPE)
             modules.append(hal.create_io_parameters_module(_INSTANCE, provider))
         queue = self._loaded(self._device.hal, modules)
         with self._lock:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from iree.runtime import _binding as hal
 
 from lowering.artifact import Artifact, EntryPoint
 from lowering.dtypes import DTYPES
@@ -114,10 +113,8 @@ class Runnable:
     def __init__(self, device: Device, program: SyntheticProgram, vmfb: bytes) -> None:
         executable = Executable(device, Artifact("candidate", vmfb, program.entries))
         if any(program.parameters.values()):
-            index = hal.ParameterIndex()
-            for name, tensor in program.weights().items():
-                index.add_buffer(name, device.memory.parameter(tensor))
-            executable.load(index)
+            weights = program.weights()
+            executable.load({n: device.memory.parameter(tensor) for n, tensor in weights.items()})
         values = program.inputs()
         self._calls: list[tuple[Function, list[Any]]] = [
             (executable.functions[name], [_put(device, v) for v in values[name]])

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from iree.runtime import _binding as hal
 
 from lowering.plan import Plan
 from npu_iree.array import DeviceArray
@@ -129,12 +128,12 @@ class Weights:
         are_all = is_first or executable.has_lost_weights or len(changed) == len(uses)
         if are_all or not executable.can_rebind(names):
             reason = "bound once" if is_first else "it has changed"
-            index = hal.ParameterIndex()
+            memories = {}
             for use in uses:
                 weight = self._hand_over(use, executable, reason)
-                index.add_buffer(use.parameter, self._device.memory.parameter(weight))
+                memories[use.parameter] = self._device.memory.parameter(weight)
                 use.array = None
-            executable.load(index)
+            executable.load(memories)
             return
         needed = executable.needed_with(names)
         for use in uses:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from iree.runtime import _binding as hal
 
 from lowering.artifact import Artifact
 from lowering.cpu import missing_features
@@ -112,7 +111,7 @@ class LoadedProgram:
             executable = Executable(device, artifact)
             check_declarations(executable, manifest)
             if any(e.signature.parameters for e in entries.values()):
-                executable.load(_index(device, manifest, parameters, path.name))
+                executable.load(_memories(device, manifest, parameters, path.name))
         except (ValueError, RuntimeError, KeyError) as error:
             reason = str(error).splitlines()[0]
             raise ArtifactError(path, f"IREE cannot load it: {reason}") from error
@@ -166,17 +165,19 @@ class LoadedProgram:
         return f"<{self.path.name} on {self.device.target.name}: {self._names()}>"
 
 
-def _index(device: Device, manifest: Manifest, parameters: Parameters, owner: str) -> Any:
+def _memories(
+    device: Device, manifest: Manifest, parameters: Parameters, owner: str
+) -> dict[str, Any]:
     """Hand the parameters over to IREE, and enter them into the ledger."""
     bound = {n for call in manifest.entries.values() for n in _bound_names(call, manifest)}
-    index = hal.ParameterIndex()
+    memories = {}
     for name, tensor in parameters.tensors.items():
         if name in bound:
             if is_watched():
                 mode = device.crossing_mode
                 record(Transfer("h2d", mode, tensor.nbytes, name, owner, "", "bound at load"))
-            index.add_buffer(name, device.memory.parameter(tensor))
-    return index
+            memories[name] = device.memory.parameter(tensor)
+    return memories
 
 
 def _bound_names(call: Call, manifest: Manifest) -> Sequence[str]:
