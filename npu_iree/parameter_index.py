@@ -13,7 +13,7 @@ from iree.runtime import _binding as hal
 # By their addresses, which are looked at without counting a reference up and down: IREE counts its
 # own down meanwhile, and without Python's lock.
 _KEPT: dict[int, Any] = {}
-_LOCK = threading.Lock()
+_LOOKING = threading.Lock()  # one at a time: another may have freed what is looked at
 
 
 def parameter_index(memories: Mapping[str, Any]) -> Any:
@@ -30,24 +30,26 @@ def parameter_index(memories: Mapping[str, Any]) -> Any:
     """
     drop_released()
     index = hal.ParameterIndex()
-    with _LOCK:
-        for name, memory in memories.items():
-            _KEPT[id(memory)] = memory
-            index.add_buffer(name, memory)
+    for name, memory in memories.items():
+        _KEPT[id(memory)] = memory
+        index.add_buffer(name, memory)
     return index
 
 
 def drop_released() -> None:
     """Let go of what IREE has let go of."""
-    if not _LOCK.acquire(blocking=False):  # a collection may begin anywhere, below this, too
-        return
-    try:
-        for address in list(_KEPT):
-            references = ctypes.c_ssize_t.from_address(address)  # as CPython's objects begin
-            if references.value == 1:
-                del _KEPT[address]
-    finally:
-        _LOCK.release()
+    # A collection may begin anywhere, in here, too; and what is let go of may run anybody's code.
+    if _LOOKING.acquire(blocking=False):
+        try:
+            released = [_KEPT.pop(address) for address in list(_KEPT) if _references(address) == 1]
+        finally:
+            _LOOKING.release()
+        released.clear()
+
+
+def _references(address: int) -> int:
+    """Return how many references there are to an object, as CPython counts them."""
+    return ctypes.c_ssize_t.from_address(address).value
 
 
 def _after_collection(phase: str, info: Mapping[str, int]) -> None:
