@@ -95,6 +95,17 @@ def flags_for(cpu: str) -> tuple[str, ...]:
 
 
 @contextmanager
+def device_code(ir: dict[str, str], cpu: str) -> Iterator[tuple[IreeSession, Any]]:
+    """A function's device programs for a CPU, in the LLVM dialect; nothing is bound."""
+    options = CompileOptions(flags=flags_for(cpu))
+    with IreeSession(options) as session:
+        module = session.parse(ir["torch-to-linalg"])
+        form_dispatches(session, module, options)
+        session.compile(module, begin="flow", end="executable-targets")
+        yield session, module
+
+
+@contextmanager
 def convolution(
     lowered: Lower, cpu: str, x: torch.Tensor, weight: torch.Tensor, window: Any, weights: int = 1
 ) -> Iterator[tuple[IreeSession, Any]]:
@@ -218,11 +229,7 @@ def test_products_read_both_factors_ahead(
     lowered: Lower, function: Callable[..., Any], prefetches: int, cpu: str, cache: int | None
 ) -> None:
     ir = lowered(lambda x, y: function(x, y), torch.zeros(96, 96), torch.zeros(96, 96))
-    options = CompileOptions(flags=flags_for(cpu))
-    with IreeSession(options) as session:
-        module = session.parse(ir["torch-to-linalg"])
-        form_dispatches(session, module, options)
-        session.compile(module, begin="flow", end="executable-targets")
+    with device_code(ir, cpu) as (session, module):
         with session.context:
             read_ahead(module, session.features)
         text = str(module)
@@ -249,12 +256,8 @@ def test_a_product_asks_for_all_of_the_next_panel_a_part_with_each_block(
     lowered: Lower, cpu: str, rows: int, depth: int, asking: list[int]
 ) -> None:
     ir = lowered(lambda x, w: x @ w, torch.zeros(rows, depth), torch.zeros(depth, 96))
-    options = CompileOptions(flags=flags_for(cpu))
     asked, panel_bytes, line_bytes = list[int](), depth * 128, 64
-    with IreeSession(options) as session:
-        module = session.parse(ir["torch-to-linalg"])
-        form_dispatches(session, module, options)
-        session.compile(module, begin="flow", end="executable-targets")
+    with device_code(ir, cpu) as (session, module):
         with session.context:
             read_ahead(module, session.features)
         found = [
@@ -318,11 +321,7 @@ def test_a_product_with_a_vector_asks_for_the_next_rows(
         return torch.mm(x, w.t()).relu()
 
     ir = lowered(function, torch.zeros(rows, width), torch.zeros(64, width))
-    options = CompileOptions(flags=flags_for(cpu))
-    with IreeSession(options) as session:
-        module = session.parse(ir["torch-to-linalg"])
-        form_dispatches(session, module, options)
-        session.compile(module, begin="flow", end="executable-targets")
+    with device_code(ir, cpu) as (session, module):
         with session.context:
             read_rows_ahead(module, session.features)
         text = str(module)
@@ -355,11 +354,7 @@ def test_a_product_is_computed_by_tiles_where_that_is_faster(
 ) -> None:
     """What is used often, and added up for long, on a CPU with a matrix unit."""
     ir = lowered(lambda x, w: x @ w, torch.zeros(rows, depth), torch.zeros(depth, 64))
-    options = CompileOptions(flags=flags_for(cpu))
-    with IreeSession(options) as session:
-        module = session.parse(ir["torch-to-linalg"])
-        form_dispatches(session, module, options)
-        session.compile(module, begin="flow", end="executable-targets")
+    with device_code(ir, cpu) as (session, module):
         features = session.features
         with session.context:
             before = str(module)

@@ -5,22 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from lowering.cpu import best_for
+from lowering.stages.code.prefetch import FIRST_CACHE, SECOND_CACHE, cache_for, prefetch
 from lowering.stages.code.read_next_panel import read_next_panel
 from lowering.stages.ir.symbols import device_functions, symbol_of
 
-FIRST_CACHE, SECOND_CACHE = 3, 2  # where to keep what is asked for, as LLVM counts
-# AMD's have sse4a; from Zen 5 on, they have avxvnni, too, and read ahead well enough by themselves:
-# with prefetches, T5 takes 1.10 of the time, MLP and Llama's decoding 1.06 to 1.14.
-_CACHES: dict[frozenset[str], int | None] = {
-    frozenset({"sse4a", "avxvnni"}): None,
-    frozenset({"sse4a"}): SECOND_CACHE,
-    frozenset(): FIRST_CACHE,
-}
 _AHEAD_BYTES = 4096  # a page: CPUs read ahead by themselves up to its end
 _LEAST_USES = 4
 _PRODUCTS = frozenset({"llvm.intr.fma", "llvm.intr.fmuladd"})
-_BYTE, _WORD = 8, 32  # bits
 
 
 def read_ahead(module: Any, features: Collection[str]) -> None:
@@ -56,12 +47,7 @@ def read_ahead(module: Any, features: Collection[str]) -> None:
                 continue
             other = next((op for op in block.operations if _is_scalar_load(op)), None)
             for load in (*shared, other) if other is not None else shared:
-                prefetch(load, _AHEAD_BYTES, cache)
-
-
-def cache_for(features: Collection[str]) -> int | None:
-    """Return where a CPU is to keep what it is asked for ahead; None: it is not to be asked."""
-    return best_for(features, _CACHES)
+                prefetch(load, load.operation.operands[0], _AHEAD_BYTES, cache)
 
 
 def _is_shared_factor(op: Any) -> bool:
@@ -85,31 +71,3 @@ def _is_scalar_load(op: Any) -> bool:
 
     is_load = op.operation.name == "llvm.load"
     return is_load and isinstance(op.operation.results[0].type, ir.FloatType)
-
-
-def prefetch(load: Any, ahead: int, cache: int) -> None:
-    """Ask for what lies some bytes after what a load reads, before it."""
-    from iree.compiler import ir
-
-    word = ir.IntegerType.get_signless(_WORD)
-
-    def number(value: int) -> Any:
-        return ir.IntegerAttr.get(word, value)
-
-    pointer = load.operation.operands[0]
-    with ir.InsertionPoint(load), ir.Location.unknown():
-        place = ir.Operation.create(
-            "llvm.getelementptr",
-            results=[pointer.type],
-            operands=[pointer],
-            attributes={
-                "elem_type": ir.TypeAttr.get(ir.IntegerType.get_signless(_BYTE)),
-                "noWrapFlags": number(0),
-                "rawConstantIndices": ir.DenseI32ArrayAttr.get([ahead]),
-            },
-        )
-        ir.Operation.create(
-            "llvm.intr.prefetch",
-            operands=[place.result],
-            attributes={"rw": number(0), "hint": number(cache), "cache": number(1)},  # read, data
-        )

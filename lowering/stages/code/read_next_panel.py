@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowering.stages.code.places import place_of, stride_of
+from lowering.stages.code.prefetch import prefetch
 from lowering.stages.code.product_loops import Loop, loop_at
 from lowering.stages.code.tile_functions import COLUMNS
 from lowering.stages.ir.symbols import constant_of
@@ -14,8 +15,8 @@ from lowering.stages.ir.templates import put
 _FLOAT_BYTES, _LINE_BYTES = 4, 64
 _ROW_BYTES = COLUMNS * _FLOAT_BYTES  # of a panel
 _MOST_BYTES = 448 << 10  # of a panel: the second cache is to have two of them
-_ASK = """
-func.func @ask(%panel: !llvm.ptr, %k: i64, %row: i64) {{
+_PLACE = """
+func.func @place(%panel: !llvm.ptr, %k: i64, %row: i64) -> !llvm.ptr {{
   %depth = llvm.mlir.constant({depth} : i64) : i64
   %height = llvm.mlir.constant({height} : i64) : i64
   %rows = llvm.mlir.constant({rows} : i64) : i64
@@ -30,14 +31,14 @@ func.func @ask(%panel: !llvm.ptr, %k: i64, %row: i64) {{
   %back = llvm.sub %asked, %read : i64
   %ahead = llvm.add %back, %panel_bytes : i64
   %place = llvm.getelementptr %panel[%ahead] : (!llvm.ptr, i64) -> !llvm.ptr, i8
-  {lines}
-  return
+  return %place : !llvm.ptr
 }}
 """
-_LINE = """
-  %line{at} = llvm.getelementptr %place[{at}] : (!llvm.ptr) -> !llvm.ptr, i8
-  "llvm.intr.prefetch"(%line{at}) <{{rw = 0 : i32, hint = {cache} : i32, cache = 1 : i32}}>
-      : (!llvm.ptr) -> ()
+_NUMBER = """
+func.func @number() -> i64 {{
+  %number = llvm.mlir.constant({number} : i64) : i64
+  return %number : i64
+}}
 """
 
 
@@ -89,22 +90,21 @@ class _Block:
 
         loop = self.loop
         lines = -(-loop.height * _ROW_BYTES // (rows * _LINE_BYTES))
-        text = _ASK.format(
+        text = _PLACE.format(
             depth=loop.depth,
             height=loop.height,
             rows=rows,
             row_bytes=_ROW_BYTES,
             panel_bytes=loop.depth * _ROW_BYTES,
-            lines="".join(_LINE.format(at=i * _LINE_BYTES, cache=cache) for i in range(lines)),
         )
-        with ir.InsertionPoint(_reader_of(loop)), ir.Location.unknown():
+        reader = _reader_of(loop)
+        with ir.InsertionPoint(reader), ir.Location.unknown():
             row = self.row
             if isinstance(row, int):
-                word = ir.IntegerType.get_signless(64)
-                value = {"value": ir.IntegerAttr.get(word, row)}
-                made = ir.Operation.create("llvm.mlir.constant", results=[word], attributes=value)
-                row = made.result
-            put(text, [loop.panel, loop.levels[0].header.arguments[0], row])
+                (row,) = put(_NUMBER.format(number=row), [])
+            (place,) = put(text, [loop.panel, loop.levels[0].header.arguments[0], row])
+        for line in range(lines):
+            prefetch(reader, place, line * _LINE_BYTES, cache)
 
 
 def _block_at(header: Any) -> _Block | None:

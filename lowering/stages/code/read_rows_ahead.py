@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from lowering.stages.code.places import stride_of
-from lowering.stages.code.read_ahead import SECOND_CACHE, cache_for, is_vector_load, prefetch
+from lowering.stages.code.prefetch import SECOND_CACHE, cache_for, prefetch
+from lowering.stages.code.read_ahead import is_vector_load
 from lowering.stages.ir.symbols import device_functions
 
 _LEAST_ROWS = 4
@@ -38,12 +39,13 @@ def read_rows_ahead(module: Any, features: Collection[str]) -> None:
     for function in device_functions(module):
         for block in function.regions[0].blocks:
             for loads in _rows_side_by_side(list(block.operations)):
-                if (row := stride_of([load.operation.operands[0] for load in loads])) is None:
+                pointers = [load.operation.operands[0] for load in loads]
+                if (row := stride_of(pointers)) is None:
                     continue
                 rows = len(loads) * row * _FLOAT_BYTES
                 ahead = rows if rows <= _MOST_BYTES else _AHEAD_IN_ROW_BYTES
-                for load in loads:
-                    prefetch(load, ahead, SECOND_CACHE)
+                for load, pointer in zip(loads, pointers, strict=True):
+                    prefetch(load, pointer, ahead, SECOND_CACHE)
 
 
 def _rows_side_by_side(ops: Sequence[Any]) -> list[list[Any]]:
