@@ -1,8 +1,6 @@
 """Elementary functions that lose digits as torch-mlir and IREE compute them.
 
-IREE's sines are off by 3e-8 for each unit of the angle: at the positions of a long text, in all but
-two digits. What is made of `exp(x) - 1` loses those of small numbers, and what squares its argument
-overflows.
+What is made of `exp(x) - 1` loses those of small numbers, and what squares its argument overflows.
 """
 
 from __future__ import annotations
@@ -10,59 +8,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import torch
 
-from lowering.decompositions import doubles
+from lowering.decompositions import angles, doubles
 
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 _LN2 = math.log(2)
 _LARGE = 1e9  # squares of larger ones leave no digit to one
-
-# A turn in three parts. The first two have 12 bits, like both parts of the number of turns: their
-# products are exact in f32, and so are their differences while there are less than 2**24 turns.
-# Source: W. J. Cody and W. Waite, Software Manual for the Elementary Functions, 1980, chapter 8.
-_TURN_FIRST = math.floor(math.tau * 2**9) / 2**9
-_TURN_NEXT = math.floor((math.tau - _TURN_FIRST) * 2**21) / 2**21
-_TURN_LAST = math.tau - _TURN_FIRST - _TURN_NEXT
-
-_is_reduced = ContextVar("_is_reduced", default=False)
-
-
-def _of_less_than_a_turn(
-    op: Any, in_f64: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[[torch.Tensor], Any]:
-    """Make the decomposition of a function of angles: right below 1e8, where floats are 8 apart.
-
-    Before: sin(%x)
-    After:  %n = round(%x / tau); sin(%x - %n * tau), in parts
-    """
-
-    def decomposed(x: torch.Tensor) -> Any:
-        if _is_reduced.get() or x.dtype.is_complex:
-            return _UNCHANGED
-        if x.dtype is torch.float64:
-            return in_f64(x)
-        angle = _reduced(x.to(torch.float32))
-        token = _is_reduced.set(True)
-        try:
-            return op(angle)
-        finally:
-            _is_reduced.reset(token)
-
-    return decomposed
-
-
-def _reduced(angle: torch.Tensor) -> torch.Tensor:
-    turns = torch.round(angle * (1 / math.tau))
-    many = torch.round(turns * 2**-12) * 2**12
-    few = turns - many
-    for part in (_TURN_FIRST, _TURN_NEXT):
-        angle = angle - many * part - few * part
-    return angle - turns * _TURN_LAST
 
 
 def log1p(x: torch.Tensor) -> Any:
@@ -248,7 +203,7 @@ DECOMPOSITIONS = {
     aten.atan.default: _if_f64(doubles.atan),
     aten.atan2.default: atan2,
     aten.atanh.default: atanh,
-    aten.cos.default: _of_less_than_a_turn(torch.cos, doubles.cos),
+    aten.cos.default: angles.cos,
     aten.elu.default: elu,
     aten.erf.default: _if_f64(doubles.erf),
     aten.expm1.default: expm1,
@@ -263,8 +218,8 @@ DECOMPOSITIONS = {
     aten.logaddexp.default: logaddexp,
     aten.logaddexp2.default: logaddexp2,
     aten.polar.default: polar,
-    aten.sin.default: _of_less_than_a_turn(torch.sin, doubles.sin),
+    aten.sin.default: angles.sin,
     aten.sinh.default: sinh,
-    aten.tan.default: _if_f64(doubles.tan),
+    aten.tan.default: angles.tan,
     aten.tanh.default: _if_f64(doubles.tanh),
 }

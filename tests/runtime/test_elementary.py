@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,8 @@ pytestmark = pytest.mark.usefixtures("shared_cache")
 INF, NAN = float("inf"), float("nan")
 SPECIAL = (0.0, 1.0, -1.0, 0.5, -0.5, 2.5, -2.5, 3.0, -7.3, 100.0, 1e30, -1e30, INF, -INF, NAN)
 DIGITS = {torch.float32: 2e-6, torch.float64: 1e-14}
-FUNCTIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+Function = Callable[[torch.Tensor], torch.Tensor]
+FUNCTIONS: tuple[Function, ...] = (
     torch.acosh,
     torch.angle,
     torch.asinh,
@@ -28,6 +29,7 @@ FUNCTIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     torch.nn.functional.elu,
     torch.nn.functional.selu,
 )
+ONLY_F64 = (torch.tan, torch.erf)
 
 
 def numbers(dtype: torch.dtype) -> torch.Tensor:
@@ -109,11 +111,12 @@ def test_a_number_before_doubles_keeps_its_digits(dynamic: bool, counts: Counter
     assert counts["host_ops"] == 0
 
 
-def test_a_zero_in_f64_keeps_its_sign() -> None:
+@pytest.mark.parametrize(("dtype", "others"), [(torch.float32, ()), (torch.float64, ONLY_F64)])
+def test_a_zero_keeps_its_sign(dtype: torch.dtype, others: Sequence[Function]) -> None:
     def functions(x: torch.Tensor) -> list[torch.Tensor]:
-        return [f(x) for f in (torch.sin, torch.tan, torch.asin, torch.atan, torch.tanh, torch.erf)]
+        return [f(x) for f in (torch.sin, torch.asin, torch.atan, torch.tanh, *others)]
 
-    x = torch.tensor([-0.0, 0.0], dtype=torch.float64)
+    x = torch.tensor([-0.0, 0.0], dtype=dtype)
     for one in torch.compile(functions, backend="npu_iree")(x):
         assert_same(torch.signbit(one), torch.tensor([True, False]))
 
@@ -203,3 +206,17 @@ def test_between_two_values_that_lie_otherwise(dtype: torch.dtype) -> None:
     x, y = torch.broadcast_tensors(values[:, None], values)
     weight = torch.linspace(-0.5, 1.5, len(values)).to(dtype)
     assert_same(compiled(x, y, weight), between(x, y, weight))
+
+
+def test_sines_keep_their_digits(counts: Counter[str]) -> None:
+    def sines(x: torch.Tensor) -> list[torch.Tensor]:
+        return [x.sin(), x.cos(), torch.sinc(x / torch.pi)]
+
+    small = torch.logspace(-30, 0, 601)
+    eighths = torch.arange(0, 4000) * (torch.pi / 4)
+    x = torch.cat([small, -small, torch.linspace(-30, 30, 20001), eighths, -eighths])
+    found, expected = torch.compile(sines, backend="npu_iree")(x), sines(x)
+    for one, other in zip(found[:2], expected, strict=False):
+        torch.testing.assert_close(one, other, rtol=4e-7, atol=1e-10)
+    torch.testing.assert_close(found[2][x.abs() < 3], expected[2][x.abs() < 3], rtol=1e-6, atol=0)
+    assert (counts["regions"], counts["host_ops"]) == (1, 0)
