@@ -19,6 +19,7 @@ from npu_iree.transfers import Ledger, record_transfers
 
 WIDTH, HEADS, TOKENS, VOCABULARY = 256, 4, 64, 1000
 HOST_OP = "aten.median"
+_PAUSE_S = 0.05
 
 
 class Block(nn.Module):
@@ -99,14 +100,21 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True)
 
 
-def _milliseconds(*functions: Callable[[], object], rounds: int = 15) -> list[float]:
-    """Time functions in interleaved rounds; medians, in milliseconds."""
+def _milliseconds(*functions: Callable[[], object], rounds: int = 5, calls: int = 8) -> list[float]:
+    """Time functions in interleaved rounds of several calls; medians, in milliseconds.
+
+    Each round begins after a pause, and its first call is not counted: for some milliseconds after
+    an op, PyTorch's threads keep their CPUs, from whatever else computes.
+    """
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):
         for function, measured in zip(functions, times, strict=True):
-            started = time.perf_counter()
+            time.sleep(_PAUSE_S)
             function()
-            measured.append((time.perf_counter() - started) * 1e3)
+            for _ in range(calls):
+                started = time.perf_counter()
+                function()
+                measured.append((time.perf_counter() - started) * 1e3)
     return [statistics.median(measured) for measured in times]
 
 
