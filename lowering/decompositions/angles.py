@@ -33,8 +33,8 @@ def cos(x: torch.Tensor) -> Any:
 
 
 def tan(x: torch.Tensor) -> Any:
-    """Decompose `aten.tan` in f64, as `sin`."""
-    return sin(x) / cos(x) if x.dtype is torch.float64 else _UNCHANGED
+    """Decompose `aten.tan`, as `sin`."""
+    return _UNCHANGED if x.dtype.is_complex else sin(x) / cos(x)
 
 
 def _in_quadrant(x: torch.Tensor, turned_by: int) -> Any:
@@ -44,7 +44,7 @@ def _in_quadrant(x: torch.Tensor, turned_by: int) -> Any:
     if not x.dtype.is_floating_point:
         x = x.to(torch.get_default_dtype())
     rest, quarters = _without_quarters(x) if x.dtype is torch.float64 else _without_turns(x)
-    rest = torch.clamp(rest, -1, 1)  # of what is too large, it may be anything
+    rest = torch.clamp(rest, -1.5, 1.5)  # of what is too large, it may be anything
     angle = torch.where(torch.abs(x) < 0.5, x, rest)  # a zero with its sign
     quadrant = quarters + turned_by
     quadrant = quadrant - _nearest(quadrant, 4.0)  # -2 to 2

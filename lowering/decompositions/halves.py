@@ -61,6 +61,7 @@ IN_FLOATS: tuple[torch._ops.OpOverload, ...] = (
     aten.sinh.default,
     aten.sum.default,
     aten.sum.dim_IntList,
+    aten.tan.default,
 )
 
 # So are these where the number that they take is no half; sums take the half next to it.
