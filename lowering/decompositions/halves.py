@@ -28,6 +28,7 @@ IN_FLOATS: tuple[torch._ops.OpOverload, ...] = (
     aten._softmax.default,
     aten.acosh.default,
     aten.asinh.default,
+    aten.atan.default,
     aten.atan2.default,
     aten.atanh.default,
     aten.avg_pool2d.default,

@@ -21,6 +21,7 @@ FUNCTIONS: tuple[Function, ...] = (
     torch.acosh,
     torch.angle,
     torch.asinh,
+    torch.atan,
     torch.atanh,
     torch.expm1,
     torch.log10,
