@@ -41,8 +41,8 @@ def _in_quadrant(x: torch.Tensor, turned_by: int) -> Any:
     """Compute the sine of an angle that is turned by so many quarters."""
     if x.dtype.is_complex:
         return _UNCHANGED
-    if not x.dtype.is_floating_point:
-        x = x.to(torch.get_default_dtype())
+    dtype = x.dtype if x.dtype.is_floating_point else torch.get_default_dtype()
+    x = x.to(torch.float64 if dtype is torch.float64 else torch.float32)
     rest, quarters = _without_quarters(x) if x.dtype is torch.float64 else _without_turns(x)
     rest = torch.clamp(rest, -1.5, 1.5)  # of what is too large, it may be anything
     angle = torch.where(torch.abs(x) < 0.5, x, rest)  # a zero with its sign
@@ -53,7 +53,7 @@ def _in_quadrant(x: torch.Tensor, turned_by: int) -> Any:
     sine = angle * polynomial(_SIN[:sines], square)
     is_odd = torch.abs(quadrant) == 1
     size = torch.where(is_odd, polynomial(_COS[:cosines], square), sine)
-    return torch.where((quadrant < 0) | (quadrant == 2), -size, size)
+    return torch.where((quadrant < 0) | (quadrant == 2), -size, size).to(dtype)
 
 
 def _without_quarters(angle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,7 @@ _ERFC_LEVELS = 24  # of the continued fraction beyond
 
 
 def atan(x: torch.Tensor) -> torch.Tensor:
-    """Compute the arc tangent, in f32, too: that of a part of the angle, so many times."""
+    """Compute the arc tangent, of f32, too: that of a half or a quarter of the angle."""
     halvings, terms = (2, _ATAN) if x.dtype is torch.float64 else (1, _ATAN[:10])
     size = torch.abs(x)
     is_steep = size > 1
