@@ -57,16 +57,8 @@ def _in_quadrant(x: torch.Tensor, turned_by: int) -> Any:
 
 
 def _without_quarters(angle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what is left of an angle in f64 without quarters of a turn, and how many these are.
-
-    Source: W. J. Cody and W. Waite, Software Manual for the Elementary Functions, 1980, chapter 8.
-    """
-    quarters = angle * (2 / math.pi)
-    many = _nearest(quarters, 2.0**_BITS)
-    few = _nearest(quarters - many)
-    for part in _QUARTER:
-        angle = angle - many * part - few * part
-    return angle, many + few
+    """Return what is left of an angle in f64 without quarters of a turn, and how many these are."""
+    return _without(angle, 2 / math.pi, _BITS, _QUARTER)
 
 
 def _without_turns(angle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,16 +67,32 @@ def _without_turns(angle: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     What is subtracted first is exact, and so are the differences while there are less than 2**24
     turns.
     """
-    turns = angle * (1 / math.tau)
-    many = _nearest(turns, 2.0**_BITS_F32)
-    few = _nearest(turns - many)
-    for part in _TURN_F32[:-1]:
-        angle = angle - many * part - few * part
-    rest = (many + few) * _TURN_F32[-1]
+    angle, turns = _without(angle, 1 / math.tau, _BITS_F32, _TURN_F32[:-1])
+    rest = turns * _TURN_F32[-1]
     quarters = _nearest((angle - rest) * (2 / math.pi))
     for part in _QUARTER_F32[:-1]:
         angle = angle - quarters * part
     return angle - (quarters * _QUARTER_F32[-1] + rest), quarters
+
+
+def _without(
+    angle: torch.Tensor, how_many: float, bits: int, parts: Sequence[float]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Subtract the parts of something as often as it is in an angle; return how often, too.
+
+    Args:
+        angle: the angle.
+        how_many: there are in an angle of 1.
+        bits: of each part, and of each half of the number: the product of two is exact.
+        parts: what is subtracted.
+    Source: W. J. Cody and W. Waite, Software Manual for the Elementary Functions, 1980, chapter 8.
+    """
+    number = angle * how_many
+    many = _nearest(number, 2.0**bits)
+    few = _nearest(number - many)
+    for part in parts:
+        angle = angle - many * part - few * part
+    return angle, many + few
 
 
 def _nearest(x: torch.Tensor, unit: float = 1.0) -> torch.Tensor:
@@ -123,8 +131,8 @@ def _parts(number: Fraction, first: int, bits: int, count: int) -> Sequence[floa
     return [*parts, float(number)]
 
 
-# Of parts and of numbers of quarters or turns: the product of two is exact.
+_PI = _pi()
 _BITS, _BITS_F32 = 26, 12
-_QUARTER = _parts(_pi() / 2, _BITS, _BITS, 6)
-_TURN_F32 = _parts(_pi() * 2, _BITS_F32 - 3, _BITS_F32, 3)
-_QUARTER_F32 = _parts(_pi() / 2, 20, 20, 3)
+_QUARTER = _parts(_PI / 2, _BITS, _BITS, 6)
+_TURN_F32 = _parts(_PI * 2, _BITS_F32 - 3, _BITS_F32, 3)
+_QUARTER_F32 = _parts(_PI / 2, 20, 20, 3)
