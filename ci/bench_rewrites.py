@@ -52,7 +52,7 @@ _FUNCTIONS: Mapping[str, Sequence[tuple[Any, str]]] = {
     "next panel": [(read_ahead, "read_next_panel")],
     "rows ahead": [(flow_to_vmfb, "read_rows_ahead")],
     "few rows": [(linalg_to_flow, "mark_few_rows")],
-    "exponentials": [(linalg_to_flow, "store_exponentials")],
+    "row programs": [(linalg_to_flow, "join_rows")],
     "panels": [(linalg_to_flow, "read_in_panels")],
     "registers": [(flow_to_vmfb, "block_convolutions")],
     "whole tiles": [(flow_to_vmfb, "pack_whole_tiles")],
@@ -143,10 +143,16 @@ CASES = {
     "softmax 1504": _rows(_softmax, 1504),
     "softmax 197": _rows(_softmax, 197),
     "softmax 7": _rows(_softmax, 7),
-    "softmax of 2000x1504 by lanes": Case(_softmax, [(2000, 1504)], "exponentials"),
-    "softmax of 2000x1500 by lanes": Case(_softmax, [(2000, 1500)], "exponentials"),
-    "softmax of 2304x197 by lanes": Case(_softmax, [(2304, 197)], "exponentials"),
-    "softmax of 1536x128 by lanes": Case(_softmax, [(1536, 128)], "exponentials"),
+    "softmax of 2000x1504 in one program": Case(_softmax, [(2000, 1504)], "row programs"),
+    "softmax of 2000x1500 in one program": Case(_softmax, [(2000, 1500)], "row programs"),
+    "softmax of 2304x197 in one program": Case(_softmax, [(2304, 197)], "row programs"),
+    "softmax of 1536x128 in one program": Case(_softmax, [(1536, 128)], "row programs"),
+    "layer_norm of 1024x768 in one program": Case(
+        lambda x: functional.layer_norm(x, x.shape[-1:]), [(1024, 768)], "row programs"
+    ),
+    "attention of 1500 in row programs": Case(
+        functional.scaled_dot_product_attention, [(1, 8, 1500, 64)] * 3, "row programs"
+    ),
     "log_softmax 1500": _rows(lambda x: torch.log_softmax(x, -1), 1500),
     "softmax of columns 1500": _rows(lambda x: torch.softmax(x, 0), 1500),
     "argmax 1500": _rows(lambda x: torch.argmax(x, -1), 1500),

@@ -11,9 +11,9 @@ from lowering.stages import CompileOptions, Stage
 from lowering.stages.call_kernels import link_kernels
 from lowering.stages.flow.read_by_rows import mark_few_rows, read_by_rows
 from lowering.stages.flow.read_in_place import read_in_place
+from lowering.stages.flow.rows.join import join_rows
 from lowering.stages.flow.separate_packing import separate_packing
 from lowering.stages.flow.skip_padding import skip_padding
-from lowering.stages.flow.store_exponentials import store_exponentials
 from lowering.stages.flow.sum_products import hide_products, sum_products
 from lowering.stages.flow.tell_sizes_apart import tell_sizes_apart
 from lowering.stages.ir.barrier import drop_barriers
@@ -81,7 +81,7 @@ def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) 
         if _is_for_cpu(options):
             read_by_rows(module, session.features)
             skip_padding(module)
-            store_exponentials(module, session.features)
+            join_rows(module, session.features)
             sum_products(module)
             _check_bindings(module)
 

@@ -698,19 +698,33 @@ def test_compilers_say_nothing_on_the_screen(capfd: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
-    ("function", "is_kept"),
+    "function",
     [
-        (lambda x: torch.softmax(x, -1), True),
-        (lambda x: torch.softmax(x * 2, -1), True),
-        (lambda x: torch.softmax(x, -1) * x, False),  # what follows would have to be in lanes, too
+        lambda x: torch.softmax(x, -1),
+        lambda x: torch.softmax(x * 2, -1) * x,
+        lambda x: torch.nn.functional.layer_norm(x + 1, x.shape[-1:]),
+        lambda x: x * torch.rsqrt((x * x).mean(-1, keepdim=True)),
+        lambda x: x.amax(-1) + torch.exp(x).sum(-1),
     ],
 )
-def test_softmax_keeps_its_exponentials(
-    lowered: Lower, function: Callable[..., Any], is_kept: bool
+@pytest.mark.parametrize("columns", [1504, 1500, 197])
+def test_what_is_computed_of_rows_is_one_program(
+    lowered: Lower, function: Callable[..., Any], columns: int
 ) -> None:
-    flow = lowered(function, torch.zeros(16, 1504))["linalg-to-flow"]
-    assert count("math.exp ", flow) == is_kept
-    assert count("linalg.softmax", flow) == (not is_kept)
+    flow = lowered(function, torch.zeros(16, columns))["linalg-to-flow"]
+    assert count("flow.dispatch @", flow) == 1
+    assert count("linalg", flow) == 0
+
+
+def test_rows_that_something_else_reads_in_between_are_not_one_program(lowered: Lower) -> None:
+    """A product reads what the first pass makes, and the second reads the product."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = torch.softmax(x, -1)
+        return torch.softmax(y + y @ w, -1)
+
+    flow = lowered(function, torch.zeros(64, 512), torch.zeros(512, 512))["linalg-to-flow"]
+    assert count("rows[0-9]+::", flow) == 2
 
 
 def test_a_module_is_lent_what_its_entry_point_allocates(lowered: Lower) -> None:

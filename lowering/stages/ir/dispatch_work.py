@@ -65,7 +65,7 @@ def flops(ops: Sequence[Any]) -> int | None:
     known = [count for count in counts if count is not None]
     if len(known) < len(counts):
         return None
-    return (told or 0) + sum(known) * _work_items(ops)
+    return (told or 0) + (sum(known) * _work_items(ops) if any(known) else 0)
 
 
 def _is_sum(op: Any) -> bool:

@@ -1,0 +1,186 @@
+"""What is computed of each row of a matrix: a graph of numbers, some of them reduced along it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+# Ops that cost no more than to load what they make.
+_CHEAP = (
+    "arith.add",
+    "arith.sub",
+    "arith.mul",
+    "arith.neg",
+    "arith.ext",
+    "arith.trunc",
+    "arith.cmp",
+    "arith.select",
+    "arith.max",
+    "arith.min",
+)
+_MOST_CHEAP = 4  # of these, one after the other
+
+
+class Access(enum.Enum):
+    """Which dimensions a tensor has: rows and columns, one of them, or none."""
+
+    LINE = "rows, columns"
+    ROW = "rows"
+    COLUMN = "columns"
+    ONE = ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor that is loaded or stored."""
+
+    access: Access
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Load:
+    """A number of the tensor that is an argument of the program."""
+
+    argument: int
+    source: Source
+
+    @property
+    def dtype(self) -> str:
+        """Return the dtype of the tensor."""
+        return self.source.dtype
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number, as MLIR writes it."""
+
+    number: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Compute:
+    """An op on numbers.
+
+    Attributes:
+        name: in MLIR.
+        operands: nodes.
+        attributes: as MLIR writes them.
+        dtype: of the result.
+    """
+
+    name: str
+    operands: tuple[int, ...]
+    attributes: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """What the numbers of a row are combined to.
+
+    Attributes:
+        name: of the op that combines two, in MLIR.
+        operand: the node.
+        start: the node that is combined, too.
+        attributes: of the op, as MLIR writes them.
+        dtype: of the result.
+    """
+
+    name: str
+    operand: int
+    start: int
+    attributes: str
+    dtype: str
+
+
+Node = Load | Constant | Compute | Reduce
+
+
+@dataclass(frozen=True)
+class RowGraph:
+    """What is computed of each of some rows, of so many numbers.
+
+    A node is known by its place in `nodes`; equal nodes are one. A node may be read in the pass
+    over the row that has its level, and those after: what depends on a reduction comes after the
+    pass that the reduction takes.
+    """
+
+    rows: int
+    columns: int
+    nodes: list[Node] = field(default_factory=list)
+    levels: list[int] = field(default_factory=list)
+    _lines: list[bool] = field(default_factory=list)
+    _places: dict[Node, int] = field(default_factory=dict)
+
+    def add(self, node: Node) -> int:
+        """Add a node, if it is not there; return its place."""
+        if node not in self._places:
+            self._places[node] = len(self.nodes)
+            read = list(operands_of(node))
+            self.levels.append(
+                max((self.levels[i] for i in read), default=0) + isinstance(node, Reduce)
+            )
+            self._lines.append(
+                node.source.access in (Access.LINE, Access.COLUMN)
+                if isinstance(node, Load)
+                else not isinstance(node, Reduce) and any(self._lines[i] for i in read)
+            )
+            self.nodes.append(node)
+        return self._places[node]
+
+    def is_line(self, place: int) -> bool:
+        """Say whether a node differs along a row."""
+        return self._lines[place]
+
+    def reductions(self) -> Iterator[tuple[int, Reduce]]:
+        """Return the nodes that are reductions, with their places."""
+        for place, node in enumerate(self.nodes):
+            if isinstance(node, Reduce):
+                yield place, node
+
+    def kept(self, outputs: Sequence[int]) -> list[int]:
+        """Return what is stored when it is computed, because a later pass reads it.
+
+        Args:
+            outputs: what is stored in any case.
+        """
+        found = list(dict.fromkeys(outputs))
+        for place, node in enumerate(self.nodes):
+            if place in found or not (isinstance(node, Compute) and self.is_line(place)):
+                continue
+            if self._last_read(place) > self.levels[place] and self._cost(place, found) is None:
+                found.append(place)
+        return found
+
+    def _last_read(self, place: int) -> int:
+        """Return the last pass in which a node is read by another."""
+        reads = [
+            self.levels[user] - isinstance(node, Reduce)
+            for user, node in enumerate(self.nodes)
+            if place in operands_of(node)
+        ]
+        return max(reads, default=0)
+
+    def _cost(self, place: int, kept: Sequence[int]) -> int | None:
+        """Return how many ops compute a node again; None: more than it is worth."""
+        node = self.nodes[place]
+        if place in kept or not isinstance(node, Compute) or not self.is_line(place):
+            return 0
+        if not node.name.startswith(_CHEAP):
+            return None
+        total = 1
+        for operand in node.operands:
+            if (cost := self._cost(operand, kept)) is None:
+                return None
+            total += cost
+        return total if total <= _MOST_CHEAP else None
+
+
+def operands_of(node: Node) -> tuple[int, ...]:
+    """Return the nodes that a node reads."""
+    if isinstance(node, Compute):
+        return node.operands
+    return (node.operand, node.start) if isinstance(node, Reduce) else ()

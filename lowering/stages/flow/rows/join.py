@@ -1,0 +1,370 @@
+"""Join device programs that compute row by row: a row is read once, and stays in a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from lowering.cpu import best_for
+from lowering.stages.flow.rows.graph import Access, Load, RowGraph, Source
+from lowering.stages.flow.rows.read import Value, read, shape_of_rows
+from lowering.stages.flow.rows.write import argument_type, kind_of, rows_of_item, write
+from lowering.stages.ir.device_programs import (
+    DISPATCH,
+    EXECUTABLE,
+    entry_of,
+    functions_of,
+    set_workgroups,
+)
+from lowering.stages.ir.dispatch_work import FLOPS, flops, made_by, walk
+from lowering.stages.ir.symbols import inside, maker_of, symbol_of
+from lowering.stages.ir.templates import put
+from lowering.stages.linalg.separate_scalars import MOST_BINDINGS
+
+_LANES = {frozenset({"avx512f"}): 16, frozenset[str](): 8}  # numbers of a vector
+_STACK = 16 << 10  # bytes of a row that a program keeps; IREE gives it 32 KB
+_RESHAPE = "flow.tensor.reshape"
+_PROGRAM = """
+flow.executable private @{name} {{
+  flow.executable.export public @{entry} workgroups() -> (index, index, index) {{
+    %x, %y, %z = iree_tensor_ext.dispatch.workgroup_count_from_slice()
+    flow.return %x, %y, %z : index, index, index
+  }}
+  builtin.module {{
+    func.func @{entry}({arguments}) attributes {{
+        translation_info = #iree_codegen.translation_info<
+            pipeline = #iree_cpu.pipeline<Default>>}} {{
+      return
+    }}
+  }}
+}}
+"""
+_RESHAPED = """
+util.func private @reshaped(%x: {given}) -> {wanted} {{
+  %y = flow.tensor.reshape %x : {given} -> {wanted}
+  util.return %y : {wanted}
+}}
+"""
+
+
+def join_rows(module: Any, features: Collection[str]) -> None:
+    """Write what is computed row by row as one device program, in vectors.
+
+    IREE makes a program of each reduction, which reads the matrix again, reduces 16 numbers to one
+    at each step, and takes rows of odd lengths number by number. Here a program takes one row after
+    the other, and passes over it once for each reduction that needs the one before.
+
+    Before: %m = dispatch max of %x; %e = dispatch exp(%x - %m); %s = dispatch sum of %e
+    After:  %e, %s = dispatch: for each row: %m = max of %x; %e = exp(%x - %m), %s = sum of %e
+
+    Args:
+        module: one in flow, its dispatches formed.
+        features: of the CPU that is compiled for, by LLVM's names.
+    """
+    lanes = best_for(features, _LANES)
+    executables = {symbol_of(op): op for op in inside(module, EXECUTABLE)}
+    written = dict[str, Any]()
+    for function in inside(module, "util.func"):
+        for block in function.regions[0].blocks:
+            for group in _groups(block, executables, lanes):
+                group.join(written, lanes)
+    used = {entry_of(op) for op in walk(module) if op.name == DISPATCH}
+    for name, executable in executables.items():
+        if name not in used:
+            executable.operation.erase()
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A dispatch, and the program that it runs."""
+
+    dispatch: Any
+    executable: Any
+    function: Any
+
+    @classmethod
+    def of(cls, op: Any, executables: Mapping[str, Any]) -> _Member | None:
+        """Take a dispatch of a program of one block, of tensors of known sizes."""
+        if op.name != DISPATCH or len(made_by(op)) < len(op.results):
+            return None
+        workload, _, *sizes = op.attributes["operandSegmentSizes"]
+        if workload or any(sizes) or len(op.attributes["entry_points"]) != 1:
+            return None
+        executable = executables.get(entry_of(op))
+        functions = functions_of(executable) if executable is not None else []
+        blocks = [block for function in functions for block in function.regions[0].blocks]
+        if len(blocks) != 1 or len(blocks[0].arguments) != len(op.operands) + len(op.results):
+            return None
+        return cls(op, executable, functions[0])
+
+    @property
+    def roots(self) -> list[Any]:
+        """What it takes, as it was made."""
+        return [_root(operand) for operand in self.dispatch.operands]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Dispatches that compute the same rows.
+
+    Attributes:
+        rows, columns: how many, of how many numbers.
+        members: in the order of their block.
+    """
+
+    rows: int
+    columns: int
+    members: tuple[_Member, ...] = ()
+
+    def makes_any(self, values: Collection[Any]) -> bool:
+        """Say whether a member makes one of some values."""
+        return any(value in values for member in self.members for value in member.dispatch.results)
+
+    def with_members(self, members: Sequence[_Member], lanes: int) -> _Group | None:
+        """Return the group with more members; None if these cannot be joined to it."""
+        group = replace(self, members=(*self.members, *members))
+        program = group._program()
+        is_one = program is not None and program.can_run(lanes) and group._can_run_last()
+        return group if is_one else None
+
+    def _can_run_last(self) -> bool:
+        """Say whether nothing before the last member needs what one of them makes."""
+        last = self.members[-1].dispatch
+        return all(
+            user.parent == last.parent and last.is_before_in_block(user)
+            for member in self.members
+            for result in member.dispatch.results
+            for user in self._others(result)
+        )
+
+    def _others(self, value: Any) -> Iterator[Any]:
+        """Return what reads a value, as it is or reshaped, and is no member."""
+        for use in value.uses:
+            user = use.owner.operation
+            if user.name == _RESHAPE:
+                yield from self._others(user.results[0])
+            elif all(user != member.dispatch for member in self.members):
+                yield user
+
+    def _program(self) -> _Program | None:
+        """Read what the members compute; None if it is not all of these rows."""
+        reading = _Reading(RowGraph(self.rows, self.columns))
+        if not all(map(reading.take, self.members)):
+            return None
+        made = reading.made.items()
+        outputs = {value: held for value, held in made if any(self._others(value))}
+        return _Program(reading.graph, reading.sources, outputs)
+
+    def join(self, written: dict[str, Any], lanes: int) -> None:
+        """Replace the dispatches by one.
+
+        Args:
+            written: the programs that there are, by their text; gets more.
+            lanes: numbers of a vector.
+        """
+        from iree.compiler import ir
+
+        program = self._program()
+        assert program is not None
+        last = self.members[-1]
+        text = program.text(lanes)
+        if text not in written:
+            name = f"{symbol_of(last.executable)}_rows{len(written)}"
+            written[text] = program.put(text, name, self.members)
+        location = ir.Location.fused([member.dispatch.location for member in self.members])
+        with ir.InsertionPoint(last.dispatch), location:
+            new = program.dispatch(written[text])
+            for value, made in zip(program.outputs, new.results, strict=True):
+                whole = _reshaped(made, value.type)
+                _move_reshapes(value, last.dispatch)
+                value.replace_all_uses_with(whole)
+        for member in reversed(self.members):
+            for result in member.dispatch.results:
+                _erase_reshapes(result)
+            member.dispatch.erase()
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What is read of the members of a group, one after the other.
+
+    Attributes:
+        graph: what they compute.
+        made: what their results hold.
+        sources: what they load, and how -> the dispatch that takes it, as which operand.
+    """
+
+    graph: RowGraph
+    made: dict[Any, Value] = field(default_factory=dict)
+    sources: dict[tuple[Any, Source], tuple[Any, int]] = field(default_factory=dict)
+
+    def take(self, member: _Member) -> bool:
+        """Read a member; say whether it computes rows of the graph, and no more."""
+        stored = read(member.function, self.graph, partial(self._load, member))
+        results = dict(enumerate(member.dispatch.results, len(member.roots)))
+        if stored is None or stored.keys() != results.keys():
+            return False
+        self.made.update({results[i]: held for i, held in stored.items()})
+        return True
+
+    def _load(self, member: _Member, argument: int, source: Source) -> int | None:
+        root = member.roots[argument]
+        if root in self.made:
+            held = self.made[root]
+            return held.node if held.access is source.access else None
+        self.sources.setdefault((root, source), (member.dispatch, argument))
+        return self.graph.add(Load(list(self.sources).index((root, source)), source))
+
+
+@dataclass(frozen=True)
+class _Program:
+    """What a group computes.
+
+    Attributes:
+        graph: the numbers.
+        loaded: what is loaded, and how -> the dispatch that takes it, as which operand.
+        outputs: results of members that others read -> what they hold.
+    """
+
+    graph: RowGraph
+    loaded: Mapping[tuple[Any, Source], tuple[Any, int]]
+    outputs: Mapping[Any, Value]
+
+    @property
+    def sources(self) -> list[Source]:
+        """The tensors that are loaded."""
+        return [source for _, source in self.loaded]
+
+    @property
+    def _targets(self) -> list[Source]:
+        """The tensors that are stored."""
+        held = self.outputs.values()
+        return [Source(value.access, self.graph.nodes[value.node].dtype) for value in held]
+
+    def can_run(self, lanes: int) -> bool:
+        """Say whether it has few enough tensors, of rows that are long and short enough."""
+        stored = [held.node for held in self.outputs.values() if held.access is Access.LINE]
+        kept = [node for node in self.graph.kept(stored) if node not in stored]
+        stack = 8 * len(kept) * self.graph.columns
+        count = len(self.sources) + len(self.outputs)
+        return stack <= _STACK and count <= MOST_BINDINGS and self.graph.columns * 2 >= lanes
+
+    def text(self, lanes: int) -> str:
+        """Write its function."""
+        return write(self.graph, self.sources, list(self.outputs.values()), lanes)
+
+    def put(self, text: str, name: str, members: Sequence[_Member]) -> Any:
+        """Write the executable before those that it stands for; return it."""
+        from iree.compiler import ir
+
+        graph = self.graph
+        tensors = [("readonly", source) for source in self.sources]
+        tensors += [("writeonly", target) for target in self._targets]
+        arguments = ", ".join(
+            f"%a{i}: {argument_type(graph, access, source)}"
+            for i, (access, source) in enumerate(tensors)
+        )
+        entry = f"{name}_{graph.rows}x{graph.columns}"
+        with ir.InsertionPoint(members[0].executable):
+            module = ir.Module.parse(_PROGRAM.format(name=name, entry=entry, arguments=arguments))
+            executable = module.body.operations[0].operation.clone()
+        (function,) = functions_of(executable)
+        (block,) = function.regions[0].blocks
+        places = [op.location for member in members for op in walk(member.function)]
+        (end,) = block.operations
+        with ir.InsertionPoint(end), ir.Location.fused(places):
+            put(text, list(block.arguments))
+        work = [flops(list(walk(member.function))) or 0 for member in members]
+        function.attributes[FLOPS] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), sum(work))
+        set_workgroups(executable, [-(-graph.rows // rows_of_item(graph)), 1, 1])
+        return executable
+
+    def dispatch(self, executable: Any) -> Any:
+        """Dispatch it, at the insertion point."""
+        from iree.compiler import ir
+
+        graph = self.graph
+        (function,) = functions_of(executable)
+        operands = [
+            _reshaped(dispatch.operands[i], ir.Type.parse(kind_of(graph, source)))
+            for (_, source), (dispatch, i) in self.loaded.items()
+        ]
+        entry = ir.SymbolRefAttr.get([symbol_of(executable), symbol_of(function)])
+        return ir.Operation.create(
+            DISPATCH,
+            results=[ir.Type.parse(kind_of(graph, target)) for target in self._targets],
+            operands=operands,
+            attributes={
+                "entry_points": ir.ArrayAttr.get([entry]),
+                "operandSegmentSizes": ir.DenseI32ArrayAttr.get([0, len(operands), 0, 0]),
+            },
+        )
+
+
+def _groups(block: Any, executables: Mapping[str, Any], lanes: int) -> list[_Group]:
+    """Find dispatches in a block that can be joined: a reduction, what it reads, what reads it."""
+    found, alone = list[_Group](), dict[Any, _Member]()  # result -> what makes it, no reduction
+    for op in block.operations:
+        member = _Member.of(op.operation, executables)
+        if member is None or _grown(found, member, lanes):
+            continue
+        shape = shape_of_rows(member.function)
+        if shape is None:
+            alone.update(dict.fromkeys(member.dispatch.results, member))
+            continue
+        read = {value: other for value, other in alone.items() if value in member.roots}
+        before = list({other.dispatch: other for other in read.values()}.values())
+        empty = _Group(*shape)
+        group = empty.with_members([*before, member], lanes)
+        group = group or empty.with_members([member], lanes)
+        if group is not None:
+            found.append(group)
+            for other in group.members:
+                for value in other.dispatch.results:
+                    alone.pop(value, None)
+    return found
+
+
+def _grown(groups: list[_Group], member: _Member, lanes: int) -> bool:
+    """Add a dispatch to one of the groups that make what it takes; say whether there was one."""
+    for i, group in enumerate(groups):
+        grown = group.with_members([member], lanes) if group.makes_any(member.roots) else None
+        if grown is not None:
+            groups[i] = grown
+            return True
+    return False
+
+
+def _root(value: Any) -> Any:
+    """Return what a value is a reshape of."""
+    while maker_of(value) == _RESHAPE:
+        value = value.owner.operands[0]
+    return value
+
+
+def _reshaped(value: Any, kind: Any) -> Any:
+    """Reshape a value to a type, at the insertion point."""
+    if value.type == kind:
+        return value
+    (reshaped,) = put(_RESHAPED.format(given=value.type, wanted=kind), [value])
+    return reshaped
+
+
+def _move_reshapes(value: Any, before: Any) -> None:
+    """Move the reshapes of a value to before an op, in order."""
+    for use in list(value.uses):
+        user = use.owner.operation
+        if user.name == _RESHAPE:
+            user.move_before(before)
+            _move_reshapes(user.results[0], before)
+
+
+def _erase_reshapes(value: Any) -> None:
+    """Erase the reshapes of a value that nothing reads."""
+    for use in list(value.uses):
+        user = use.owner.operation
+        if user.name == _RESHAPE:
+            _erase_reshapes(user.results[0])
+            user.erase()

@@ -1,0 +1,139 @@
+"""Write a pass over a row: what is done to each vector of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from lowering.stages.flow.rows.graph import Compute, Load, Reduce, RowGraph
+from lowering.stages.flow.rows.text import Text
+
+AT_ONCE = 4  # vectors: sums that do not wait for each other
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where in a row a vector is.
+
+    Attributes:
+        place: of its first number, as a value.
+        valid: numbers of it that are in the row.
+        slot: which of the accumulators it goes to.
+        values: what there is of it: node -> its vector.
+    """
+
+    place: str
+    valid: int
+    slot: int
+    values: dict[int, str]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over a row.
+
+    Attributes:
+        text: gets the ops.
+        level: of the pass.
+        reductions: the nodes that it reduces to.
+        stored: those that it stores.
+        kept: those that a pass stores -> tensors; they are read by passes of higher levels.
+        loaded: arguments -> tensors.
+        vectors: what is one number of the row -> vectors of it.
+    """
+
+    text: Text
+    level: int
+    reductions: Sequence[int]
+    stored: Sequence[int]
+    kept: Mapping[int, str]
+    loaded: Mapping[int, str]
+    vectors: Mapping[int, str]
+
+    @property
+    def _graph(self) -> RowGraph:
+        return self.text.graph
+
+    def kinds(self) -> list[str]:
+        """Write the types of what steps change: accumulators, and tensors."""
+        nodes, text = self._graph.nodes, self.text
+        sums = [text.vector(nodes[i].dtype) for i in self.reductions for _ in range(AT_ONCE)]
+        return [*sums, *(text.line(nodes[i].dtype) for i in self.stored)]
+
+    def begin(self) -> list[str]:
+        """Write what it is before the first step."""
+        sums = [self.text.neutral(node) for node in self._reduced() for _ in range(AT_ONCE)]
+        return [*sums, *(self.kept[place] for place in self.stored)]
+
+    def step(self, step: Step, before: Sequence[str]) -> list[str]:
+        """Write what is done to one vector; return what it leaves."""
+        text, after = self.text, list(before)
+        for r, node in enumerate(self._reduced()):
+            slot = r * AT_ONCE + step.slot
+            value = self._masked(self._value(node.operand, step), node, step)
+            after[slot] = text.combine(node, value, after[slot], of_vectors=True)
+        for i, place in enumerate(self.stored, len(self.reductions) * AT_ONCE):
+            value, dtype = self._value(place, step), self._graph.nodes[place].dtype
+            after[i] = text.say(
+                f"vector.transfer_write {value}, {after[i]}[{step.place}] "
+                f"{self._bounds(step)} : {text.vector(dtype)}, {text.line(dtype)}"
+            )
+        return after
+
+    def needed(self, targets: Collection[int]) -> Collection[int]:
+        """Return the numbers of the row that vectors of some nodes are computed from."""
+        waiting, seen = list(targets), set[int]()
+        while waiting:
+            place = waiting.pop()
+            if place not in seen:
+                seen.add(place)
+                node = self._graph.nodes[place]
+                if isinstance(node, Compute) and not self._is_read(place):
+                    waiting += node.operands if self._graph.is_line(place) else ()
+        return sorted(place for place in seen if not self._graph.is_line(place))
+
+    def _reduced(self) -> list[Reduce]:
+        nodes = [self._graph.nodes[place] for place in self.reductions]
+        return [node for node in nodes if isinstance(node, Reduce)]
+
+    def _is_read(self, place: int) -> bool:
+        """Say whether a pass before has stored a node."""
+        return place in self.kept and self._graph.levels[place] < self.level
+
+    def _masked(self, value: str, node: Reduce, step: Step) -> str:
+        """Write a vector that has nothing where it is beyond the end of the row."""
+        text = self.text
+        if step.valid == text.lanes:
+            return value
+        bits = ", ".join("true" if i < step.valid else "false" for i in range(text.lanes))
+        mask, nothing = text.vector_of(f"[{bits}]", "i1"), text.neutral(node)
+        kinds = f"{text.vector('i1')}, {text.vector(node.dtype)}"
+        return text.say(f"arith.select {mask}, {value}, {nothing} : {kinds}")
+
+    def _value(self, place: int, step: Step) -> str:
+        """Write what a vector of a node is, if it is not there."""
+        graph, values = self._graph, step.values
+        if not graph.is_line(place):
+            return self.vectors[place]
+        if place not in values:
+            node = graph.nodes[place]
+            if isinstance(node, Load):
+                values[place] = self._read(self.loaded[node.argument], node.dtype, step)
+            elif self._is_read(place):
+                values[place] = self._read(self.kept[place], node.dtype, step)
+            else:
+                assert isinstance(node, Compute)
+                operands = [self._value(i, step) for i in node.operands]
+                values[place] = self.text.compute(node, operands, of_vectors=True)
+        return values[place]
+
+    def _read(self, line: str, dtype: str, step: Step) -> str:
+        text = self.text
+        beyond = text.say(f"arith.constant {'0.0' if 'f' in dtype else '0'} : {dtype}")
+        return text.say(
+            f"vector.transfer_read {line}[{step.place}], {beyond} {self._bounds(step)} "
+            f": {text.line(dtype)}, {text.vector(dtype)}"
+        )
+
+    def _bounds(self, step: Step) -> str:
+        return f"{{in_bounds = [{'true' if step.valid == self.text.lanes else 'false'}]}}"

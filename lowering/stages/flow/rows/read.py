@@ -1,0 +1,282 @@
+"""Read what device programs compute row by row from their functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lowering.stages.flow.rows.combiners import COMBINERS
+from lowering.stages.flow.rows.graph import (
+    Access,
+    Compute,
+    Constant,
+    Reduce,
+    RowGraph,
+    Source,
+)
+from lowering.stages.ir.device_programs import is_at, is_loaded
+from lowering.stages.ir.dispatch_work import LOAD, STORE
+from lowering.stages.ir.structured import inputs_of
+from lowering.stages.ir.symbols import maker_of
+
+DTYPES = frozenset({"f16", "bf16", "f32", "f64", "i8", "i16", "i32", "i64"})  # of tensors
+_SOFTMAX = "linalg.softmax"
+_FREE = frozenset({"arith.constant", "tensor.empty", "func.return", LOAD})
+_LEAST = "0xFF800000"
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a tensor holds: a node, along some dimensions."""
+
+    node: int
+    access: Access
+
+
+Loader = Callable[[int, Source], int | None]
+
+
+def shape_of_rows(function: Any) -> tuple[int, int] | None:
+    """Return how many rows of how many numbers a function reduces; None if it does not."""
+    for op in function.regions[0].blocks[0].operations:
+        name = op.operation.name
+        if name == "linalg.generic" and "reduction" in str(op.attributes["iterator_types"]):
+            *rows, columns = _sizes(op)
+            return math.prod(rows), columns
+        if name == _SOFTMAX:
+            *rows, columns = op.operands[0].type.shape
+            return math.prod(rows), columns
+    return None
+
+
+def read(function: Any, graph: RowGraph, load: Loader) -> dict[int, Value] | None:
+    """Add what a function computes to a graph.
+
+    Args:
+        function: one block; it loads and stores whole tensors.
+        graph: gets the nodes.
+        load: returns the node that an argument is, read so; None if it is another tensor.
+
+    Returns:
+        What is stored, by the arguments that it is stored to; None: the function does more than to
+        compute row by row, or not of rows as the graph has. The graph may then have some nodes.
+    """
+    reader = _Reader(graph, load)
+    for op in function.regions[0].blocks[0].operations:
+        if not reader.take(op.operation):
+            return None
+    return reader.stored
+
+
+@dataclass
+class _Reader:
+    graph: RowGraph
+    load: Loader
+    stored: dict[int, Value] = field(default_factory=dict)
+    _values: dict[Any, Value] = field(default_factory=dict)
+    _fills: dict[Any, int] = field(default_factory=dict)
+
+    def take(self, op: Any) -> bool:
+        """Add what an op computes; say whether it could be."""
+        if op.name == LOAD:
+            return is_loaded(op.results[0]) and _is_plain(op.results[0].type)
+        if op.name in _FREE:
+            return True
+        if op.name == "linalg.fill":
+            return self._take_fill(op)
+        if op.name == STORE:
+            return self._take_store(op)
+        if op.name == _SOFTMAX:
+            return self._take_softmax(op)
+        return op.name == "linalg.generic" and self._take_generic(op)
+
+    def _take_fill(self, op: Any) -> bool:
+        if maker_of(op.operands[0]) != "arith.constant":
+            return False
+        self._fills[op.results[0]] = self._constant(op.operands[0])
+        return True
+
+    def _take_store(self, op: Any) -> bool:
+        value, target = op.operands[0], op.operands[1]
+        if value not in self._values or not is_at(op, [0] * len(value.type.shape)):
+            return False
+        self.stored[target.arg_number] = self._values[value]
+        return str(value.type.element_type) in DTYPES
+
+    def _take_softmax(self, op: Any) -> bool:
+        kind = op.operands[0].type
+        *rows, columns = kind.shape
+        is_last = op.attributes["dimension"].value == len(rows)
+        if not (is_last and str(kind.element_type) == "f32" and self._fits(rows, columns)):
+            return False
+        x = self._read(op.operands[0], Access.LINE)
+        if x is None:
+            return False
+        least, zero = (self.graph.add(Constant(n, "f32")) for n in (_LEAST, "0.0"))
+        largest = self.graph.add(Reduce("arith.maximumf", x, least, "", "f32"))
+        apart = self.graph.add(Compute("arith.subf", (x, largest), "", "f32"))
+        part = self.graph.add(Compute("math.exp", (apart,), "", "f32"))
+        total = self.graph.add(Reduce("arith.addf", part, zero, "", "f32"))
+        quotient = self.graph.add(Compute("arith.divf", (part, total), "", "f32"))
+        self._values[op.results[0]] = Value(quotient, Access.LINE)
+        return True
+
+    def _take_generic(self, op: Any) -> bool:
+        kinds = ["reduction" in str(kind) for kind in op.attributes["iterator_types"]]
+        sizes, maps = _sizes(op), [m for m in _maps(op) if m is not None]
+        if any(kinds[:-1]) or len(maps) < len(op.operands):
+            return False
+        is_reduction, made = bool(kinds) and kinds[-1], maps[len(inputs_of(op)) :]
+        loops = list(range(len(sizes)))
+        result = self._access(loops, sizes) if not is_reduction else Access.ROW
+        if result is None or any(m != (loops[:-1] if is_reduction else loops) for m in made):
+            return False
+        if is_reduction and not self._fits(sizes[:-1], sizes[-1]):
+            return False
+        nodes = list[int]()
+        for value, loops_of_value in zip(inputs_of(op), maps, strict=False):
+            access = self._access(loops_of_value, sizes)
+            node = None if access is None else self._read(value, access)
+            if node is None:
+                return False
+            nodes.append(node)
+        found = self._reduced(op, nodes) if is_reduction else self._computed(op, nodes)
+        if found is None:
+            return False
+        for value, node in zip(op.results, found, strict=True):
+            self._values[value] = Value(node, result)
+        return True
+
+    def _fits(self, rows: Sequence[int], columns: int) -> bool:
+        return (math.prod(rows), columns) == (self.graph.rows, self.graph.columns)
+
+    def _access(self, read: Sequence[int], sizes: Sequence[int]) -> Access | None:
+        """Return what a tensor is that some loops go over; None if it is none of these.
+
+        Args:
+            read: the loops, of its dimensions.
+            sizes: of all loops.
+        """
+        loops, count = list(range(len(sizes))), math.prod(sizes)
+        is_line = count == self.graph.rows * self.graph.columns
+        if not is_line and count != self.graph.rows:
+            return None
+        if not read:
+            return Access.ONE
+        if list(read) == loops:
+            return Access.LINE if is_line else Access.ROW
+        if not is_line or sizes[-1] != self.graph.columns:
+            return None
+        if list(read) == loops[:-1]:
+            return Access.ROW
+        return Access.COLUMN if list(read) == loops[-1:] else None
+
+    def _read(self, value: Any, access: Access) -> int | None:
+        """Return the node of a tensor that is read so; None if it holds something else."""
+        if value in self._fills:
+            return self._fills[value]
+        if maker_of(value) == LOAD:
+            argument = value.owner.operands[0].arg_number
+            return self.load(argument, Source(access, str(value.type.element_type)))
+        held = self._values.get(value)
+        return held.node if held is not None and held.access is access else None
+
+    def _reduced(self, op: Any, nodes: Sequence[int]) -> list[int] | None:
+        """Return the nodes of what an op reduces along the last loop."""
+        block = op.regions[0].blocks[0]
+        starts = list(block.arguments)[len(nodes) :]
+        *body, end = (inner.operation for inner in block.operations)
+        combiners = [value.owner for value in end.operands]
+        if any(maker_of(value) not in COMBINERS for value in end.operands):
+            return None
+        rest = [inner for inner in body if inner not in combiners]
+        values = self._body(rest, dict(zip(block.arguments, nodes, strict=False)))
+        fills = [v for v in list(op.operands)[len(nodes) :] if v in self._fills]
+        if values is None or len(fills) < len(starts):
+            return None
+        found = list[int]()
+        for combiner, start, value in zip(combiners, starts, fills, strict=True):
+            others = [other for other in combiner.operands if other != start]
+            if len(others) != 1 or (operand := self._number(others[0], values)) is None:
+                return None
+            dtype, attributes = str(combiner.results[0].type), _attributes(combiner)
+            if dtype not in DTYPES:
+                return None
+            found.append(
+                self.graph.add(
+                    Reduce(combiner.name, operand, self._fills[value], attributes, dtype)
+                )
+            )
+        return found
+
+    def _computed(self, op: Any, nodes: Sequence[int]) -> list[int] | None:
+        """Return the nodes of what an op computes number by number."""
+        block = op.regions[0].blocks[0]
+        *body, end = (inner.operation for inner in block.operations)
+        values = self._body(body, dict(zip(block.arguments, nodes, strict=False)))
+        if values is None:
+            return None
+        found = [self._number(value, values) for value in end.operands]
+        return None if None in found else [node for node in found if node is not None]
+
+    def _body(self, ops: Sequence[Any], values: dict[Any, int]) -> dict[Any, int] | None:
+        """Add the ops of a body; return the nodes of what they make, and of `values`."""
+        for op in ops:
+            if op.name == "arith.constant":
+                continue
+            if not op.name.startswith(("arith.", "math.")) or len(op.results) != 1:
+                return None
+            read = [self._number(operand, values) for operand in op.operands]
+            if None in read:
+                return None
+            operands = tuple(node for node in read if node is not None)
+            dtype = str(op.results[0].type)
+            if dtype not in DTYPES | {"i1"}:
+                return None
+            values[op.results[0]] = self.graph.add(
+                Compute(op.name, operands, _attributes(op), dtype)
+            )
+        return values
+
+    def _number(self, value: Any, values: Mapping[Any, int]) -> int | None:
+        if value in values:
+            return values[value]
+        return self._constant(value) if maker_of(value) == "arith.constant" else None
+
+    def _constant(self, value: Any) -> int:
+        number = str(value.owner.attributes["value"]).partition(" : ")[0]
+        return self.graph.add(Constant(number, str(value.type)))
+
+
+def _attributes(op: Any) -> str:
+    return ", ".join(f"{name} = {op.attributes[name]}" for name in op.attributes)
+
+
+def _is_plain(kind: Any) -> bool:
+    """Say whether a tensor has known sizes, lies as it is written, and has numbers of a dtype."""
+    is_static = all(not kind.is_dynamic_dim(d) for d in range(kind.rank))
+    return is_static and kind.encoding is None and str(kind.element_type) in DTYPES
+
+
+def _sizes(op: Any) -> list[int]:
+    """Return the sizes of the loops of a `linalg.generic`; 0 where none of its maps tells."""
+    sizes = dict[int, int]()
+    maps = _maps(op)
+    for value, read in zip(op.operands, maps, strict=True):
+        for loop, size in zip(read or (), value.type.shape if read else (), strict=True):
+            sizes[loop] = size
+    return [sizes.get(loop, 0) for loop in range(len(op.attributes["iterator_types"]))]
+
+
+def _maps(op: Any) -> list[list[int] | None]:
+    """Return the loops that each operand of an op goes over; None: other than one a dimension."""
+    from iree.compiler import ir
+
+    found = list[list[int] | None]()
+    for attribute in op.attributes["indexing_maps"]:
+        results = ir.AffineMapAttr(attribute).value.results
+        is_plain = all(isinstance(d, ir.AffineDimExpr) for d in results)
+        found.append([ir.AffineDimExpr(d).position for d in results] if is_plain else None)
+    return found
