@@ -30,6 +30,11 @@ class CompileOptions:
     rebind: bool = False
     kernels: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def is_for_cpu(self) -> bool:
+        """Whether the code is for a CPU."""
+        return any(flag.endswith("=llvm-cpu") for flag in self.flags)
+
     def to_json(self) -> dict[str, Any]:
         """Return the options as plain values."""
         return asdict(self)

@@ -12,6 +12,7 @@ from lowering.stages.code.multiply_tiles import multiply_tiles
 from lowering.stages.code.pack_whole_tiles import pack_whole_tiles
 from lowering.stages.code.read_ahead import read_ahead
 from lowering.stages.code.read_rows_ahead import read_rows_ahead
+from lowering.stages.code.write_erf import write_erf
 from lowering.stages.flow.bind_functions import add_bind_functions
 from lowering.stages.iree_session import DATA_TILING, IreeSession
 
@@ -21,6 +22,8 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
 
     With `options.rebind`, one changed weight can be bound without loading the module, and so the
     other weights, again (`lowering.stages.flow.bind_functions`).
+
+    For a CPU, the error function is one polynomial (`lowering.stages.code.write_erf`).
 
     With data tiling, products read ahead where the CPU does not do so well enough by itself
     (`read_ahead`, `read_rows_ahead` in `lowering.stages.code`), or use the CPU's matrix unit
@@ -42,6 +45,9 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
     with IreeSession(options) as session:
         module = session.parse(flow_asm)
         bound, begin = None, "flow"
+        if options.is_for_cpu:
+            with session.context:
+                write_erf(module)
         if options.rebind:
             with session.context:
                 bound = add_bind_functions(module)

@@ -78,7 +78,7 @@ def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) 
         read_in_place(module)
         separate_packing(module)
         tell_sizes_apart(module)
-        if _is_for_cpu(options):
+        if options.is_for_cpu:
             read_by_rows(module, session.features)
             skip_padding(module)
             join_rows(module, session.features)
@@ -119,7 +119,7 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                     hide_products(function)
                 multiply_halves(function)
                 read_chosen(function, features)
-                if _is_for_cpu(options):
+                if options.is_for_cpu:
                     mark_few_rows(function)
                 read_in_panels(function, features)
 
@@ -139,10 +139,6 @@ def _check_bindings(module: Any) -> None:
                     f"a device program would take {count} tensors; IREE's runtime "
                     f"loads none with more than {MOST_BINDINGS}"
                 )
-
-
-def _is_for_cpu(options: CompileOptions) -> bool:
-    return any(flag.endswith("=llvm-cpu") for flag in options.flags)
 
 
 def _entry_points(module: Any) -> list[Any]:

@@ -22,6 +22,9 @@ from lowering.stages.ir.structured import inputs_of
 from lowering.stages.ir.symbols import maker_of
 
 DTYPES = frozenset({"f16", "bf16", "f32", "f64", "i8", "i16", "i32", "i64"})  # of tensors
+# What is done to halves; their arithmetic IREE writes in floats, of vectors wrongly.
+_HALVES = frozenset({"f16", "bf16"})
+_OF_HALVES = frozenset({"arith.extf", "arith.truncf", "arith.select"})
 _SOFTMAX = "linalg.softmax"
 _FREE = frozenset({"arith.constant", "tensor.empty", "func.return", LOAD})
 _LEAST = "0xFF800000"
@@ -202,7 +205,7 @@ class _Reader:
             if len(others) != 1 or (operand := self._number(others[0], values)) is None:
                 return None
             dtype, attributes = str(combiner.results[0].type), _attributes(combiner)
-            if dtype not in DTYPES:
+            if dtype not in DTYPES - _HALVES:
                 return None
             found.append(
                 self.graph.add(
@@ -233,7 +236,10 @@ class _Reader:
                 return None
             operands = tuple(node for node in read if node is not None)
             dtype = str(op.results[0].type)
-            if dtype not in DTYPES | {"i1"}:
+            kinds = {dtype, *(self.graph.nodes[node].dtype for node in operands)}
+            if kinds & _HALVES and op.name not in _OF_HALVES:
+                return None
+            if not kinds <= DTYPES | {"i1"}:
                 return None
             values[op.results[0]] = self.graph.add(
                 Compute(op.name, operands, _attributes(op), dtype)

@@ -1,0 +1,131 @@
+"""What is computed row by row: as eager has it, whatever the rows, their lengths and dtypes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import layer_norm, normalize
+
+from tolerances import assert_same
+
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
+# Of a matrix [R, C], another, a number for each row [R, 1] and for each column [C].
+Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Any]
+OF_NUMBERS: dict[str, Function] = {
+    "sum": lambda x, y, row, column: (x * row + y).sum(-1),
+    "least and largest": lambda x, y, row, column: (x.amax(-1), (x + y).amin(-1)),
+    "centered": lambda x, y, row, column: (x - x.sum(-1, keepdim=True)) * column,
+    "what is reduced": lambda x, y, row, column: (z := x + y, z.sum(-1), z * z.amax(-1, True)),
+    "product": lambda x, y, row, column: (x.clamp(1, 2) * row.clamp(1, 1)).prod(-1),
+    "of columns": lambda x, y, row, column: (column + row).amax(-1) + x.sum(-1),
+    "both dimensions": lambda x, y, row, column: x.sum(-1, True) + (x + y).sum(0),
+    "several": lambda x, y, row, column: x.sum(-1, True) + (x * y.amax(-1, True)).sum(-1, True),
+}
+OF_FLOATS: dict[str, Function] = {
+    "softmax": lambda x, y, row, column: torch.softmax(x * 0.3 + column, -1) * y,
+    "log_softmax": lambda x, y, row, column: torch.log_softmax(x + row, -1),
+    "softmax of softmax": lambda x, y, row, column: torch.softmax(torch.softmax(x, -1) + y, -1),
+    "statistics": lambda x, y, row, column: torch.var_mean(x - y, -1, correction=0),
+    "layer_norm": lambda x, y, row, column: layer_norm(x + y, column.shape, column) + (x + y),
+    "rms_norm": lambda x, y, row, column: (z := x * row, z * (z * z).mean(-1, True).rsqrt() * y),
+    "unit": lambda x, y, row, column: normalize(x, dim=-1) + row,
+    "logsumexp": lambda x, y, row, column: torch.logsumexp(x, -1) * 2,
+    "kept": lambda x, y, row, column: (e := (x * y).sigmoid()) * e.sum(-1, True) + e.amax(-1, True),
+}
+SHAPES = [(5, 1), (3, 7), (4, 8), (33, 17), (2, 64), (16, 16), (3, 255), (2, 257), (1, 1000)]
+SHAPES += [(7, 4100)]
+DTYPES = [torch.float32, torch.float64, torch.int32, torch.int64, torch.int8]
+OF_HALVES = ("sum", "least and largest", "softmax", "rms_norm", "logsumexp")
+
+
+def matrices(rows: int, columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((rows, columns), (rows, columns), (rows, 1), (columns,))
+    return [(torch.randn(shape, generator=generator) * 3).to(dtype) for shape in shapes]
+
+
+def check(function: Callable[..., Any], *args: torch.Tensor) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="npu_iree", options={"fallback": "error"})
+    with torch.no_grad():
+        assert_same(compiled(*args), function(*args))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows(shape: tuple[int, int], dtype: torch.dtype, counts: Counter[str]) -> None:
+    functions = {**OF_NUMBERS, **(OF_FLOATS if dtype.is_floating_point else {})}
+
+    def all_of_them(*args: torch.Tensor) -> list[Any]:
+        return [function(*args) for function in functions.values()]
+
+    check(all_of_them, *matrices(*shape, dtype))
+    assert counts["refused_flags"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("columns", [8, 100, 1000])
+def test_rows_of_halves(columns: int, dtype: torch.dtype, counts: Counter[str]) -> None:
+    """Positive ones, the sums of which keep their digits."""
+    matrix = [x.abs() / 4 + 0.5 for x in matrices(6, columns, dtype)]
+    for name in OF_HALVES:
+        check({**OF_NUMBERS, **OF_FLOATS}[name], *matrix)
+    assert counts["refused_flags"] == 0
+
+
+@pytest.mark.parametrize("name", [*OF_NUMBERS, *OF_FLOATS])
+def test_each_by_itself(name: str) -> None:
+    check({**OF_NUMBERS, **OF_FLOATS}[name], *matrices(24, 197, torch.float32))
+
+
+@pytest.mark.parametrize("columns", [13, 300])
+def test_special_numbers(columns: int) -> None:
+    x, y, row, column = matrices(6, columns, torch.float32)
+    x[0, 3], x[1, 2], x[2, 1] = math.nan, math.inf, -math.inf
+    x[3], x[4], x[5] = -math.inf, 1e30, 0.0
+    for function in (torch.softmax, torch.amax, torch.sum, torch.amin, torch.mean):
+        check(lambda x, function=function: function(x, -1), x)
+
+
+def test_a_row_of_sums_is_no_column() -> None:
+    """Of square matrices both have the same shape."""
+    x, *_ = matrices(64, 64, torch.float32)
+    check(lambda x: torch.softmax(x * x.sum(1)[None], -1), x)
+    check(lambda x: torch.softmax(x * x.sum(1)[:, None], -1), x)
+    check(lambda x: torch.softmax(x + torch.softmax(x, -1).sum(0), -1), x)
+
+
+def test_reductions_of_several_dimensions() -> None:
+    x = torch.randn(2, 8, 6, 5)
+    check(lambda x: torch.nn.functional.group_norm(x, 4), x)
+    check(lambda x: x / x.sum((2, 3), keepdim=True), x)
+    check(lambda x: torch.softmax(x.flatten(2), -1).unflatten(2, (6, 5)) * x, x)
+
+
+def test_what_lies_between_keeps_its_place() -> None:
+    """A product reads a row program's result, and the next row program the product's."""
+    x, w = torch.randn(40, 64), torch.randn(64, 64)
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = torch.softmax(x, -1)
+        z = y @ w
+        return torch.softmax(z + y, -1) + y.amax(-1, True)
+
+    check(function, x, w)
+
+
+def test_gradients_of_rows() -> None:
+    x, w = torch.randn(12, 200, requires_grad=True), torch.randn(200, requires_grad=True)
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (torch.softmax(layer_norm(x, (200,), w), -1) * x).sum()
+
+    compiled = torch.compile(function, backend="npu_iree", options={"fallback": "error"})
+    found = torch.autograd.grad(compiled(x, w), (x, w))
+    assert_same(found, torch.autograd.grad(function(x, w), (x, w)))
