@@ -707,13 +707,25 @@ def test_compilers_say_nothing_on_the_screen(capfd: pytest.CaptureFixture[str]) 
         lambda x: x.amax(-1) + torch.exp(x).sum(-1),
     ],
 )
-@pytest.mark.parametrize("columns", [1504, 1500, 197])
+@pytest.mark.parametrize("shape", [(16, 1504), (16, 1500), (80, 197), (1, 768), (64, 5000)])
 def test_what_is_computed_of_rows_is_one_program(
-    lowered: Lower, function: Callable[..., Any], columns: int
+    lowered: Lower, function: Callable[..., Any], shape: tuple[int, int]
 ) -> None:
-    flow = lowered(function, torch.zeros(16, columns))["linalg-to-flow"]
+    flow = lowered(function, torch.zeros(shape))["linalg-to-flow"]
     assert count("flow.dispatch @", flow) == 1
     assert count("linalg", flow) == 0
+
+
+def test_a_few_long_rows_are_reduced_apart_from_what_they_are_computed_from(lowered: Lower) -> None:
+    """Which has numbers for all threads."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = torch.exp(x)
+        return y, y.sum(-1)
+
+    for rows, programs in ((2, 2), (64, 1)):
+        flow = lowered(function, torch.zeros(rows, 50000))["linalg-to-flow"]
+        assert count("flow.dispatch @", flow) == programs
 
 
 def test_rows_that_something_else_reads_in_between_are_not_one_program(lowered: Lower) -> None:

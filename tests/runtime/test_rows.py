@@ -39,7 +39,7 @@ OF_FLOATS: dict[str, Function] = {
     "kept": lambda x, y, row, column: (e := (x * y).sigmoid()) * e.sum(-1, True) + e.amax(-1, True),
 }
 SHAPES = [(5, 1), (3, 7), (4, 8), (33, 17), (2, 64), (16, 16), (3, 255), (2, 257), (1, 1000)]
-SHAPES += [(7, 4100)]
+SHAPES += [(7, 4100), (64, 5000)]
 DTYPES = [torch.float32, torch.float64, torch.int32, torch.int64, torch.int8]
 OF_HALVES = ("sum", "least and largest", "softmax", "rms_norm", "logsumexp")
 

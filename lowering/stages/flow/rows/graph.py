@@ -141,18 +141,23 @@ class RowGraph:
             if isinstance(node, Reduce):
                 yield place, node
 
-    def kept(self, outputs: Sequence[int]) -> list[int]:
+    def kept(self, outputs: Sequence[int], most: int) -> list[int]:
         """Return what is stored when it is computed, because a later pass reads it.
 
         Args:
             outputs: what is stored in any case.
+            most: bytes of what is stored for that alone; beyond it, nodes are computed again.
         """
         found = list(dict.fromkeys(outputs))
         for place, node in enumerate(self.nodes):
             if place in found or not (isinstance(node, Compute) and self.is_line(place)):
                 continue
-            if self._last_read(place) > self.levels[place] and self._cost(place, found) is None:
-                found.append(place)
+            is_late = self._last_read(place) > self.levels[place]
+            if is_late and node.dtype != "i1" and self._cost(place, found) is None:
+                nbytes = self.columns * max(1, int(node.dtype.lstrip("bfi")) // 8)
+                if nbytes <= most:
+                    found.append(place)
+                    most -= nbytes
         return found
 
     def _last_read(self, place: int) -> int:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from lowering.cpu import best_for
-from lowering.stages.flow.rows.graph import Access, Load, RowGraph, Source
+from lowering.stages.flow.rows.graph import Load, RowGraph, Source
 from lowering.stages.flow.rows.read import Value, read, shape_of_rows
 from lowering.stages.flow.rows.write import argument_type, kind_of, rows_of_item, write
 from lowering.stages.ir.device_programs import (
@@ -24,7 +24,8 @@ from lowering.stages.ir.templates import put
 from lowering.stages.linalg.separate_scalars import MOST_BINDINGS
 
 _LANES = {frozenset({"avx512f"}): 16, frozenset[str](): 8}  # numbers of a vector
-_STACK = 16 << 10  # bytes of a row that a program keeps; IREE gives it 32 KB
+# Rows that keep all threads busy; of fewer, what computes number by number is joined if it is few.
+_MANY_ROWS, _FEW_NUMBERS = 64, 1 << 16
 _RESHAPE = "flow.tensor.reshape"
 _PROGRAM = """
 flow.executable private @{name} {{
@@ -78,14 +79,15 @@ def join_rows(module: Any, features: Collection[str]) -> None:
 
 @dataclass(frozen=True)
 class _Member:
-    """A dispatch, and the program that it runs."""
+    """A dispatch, the program that it runs, and its place among the ops of its block."""
 
     dispatch: Any
     executable: Any
     function: Any
+    place: int
 
     @classmethod
-    def of(cls, op: Any, executables: Mapping[str, Any]) -> _Member | None:
+    def of(cls, op: Any, place: int, executables: Mapping[str, Any]) -> _Member | None:
         """Take a dispatch of a program of one block, of tensors of known sizes."""
         if op.name != DISPATCH or len(made_by(op)) < len(op.results):
             return None
@@ -97,7 +99,7 @@ class _Member:
         blocks = [block for function in functions for block in function.regions[0].blocks]
         if len(blocks) != 1 or len(blocks[0].arguments) != len(op.operands) + len(op.results):
             return None
-        return cls(op, executable, functions[0])
+        return cls(op, executable, functions[0], place)
 
     @property
     def roots(self) -> list[Any]:
@@ -125,15 +127,21 @@ class _Group:
     def with_members(self, members: Sequence[_Member], lanes: int) -> _Group | None:
         """Return the group with more members; None if these cannot be joined to it."""
         group = replace(self, members=(*self.members, *members))
+        if not (group._has_many_rows() and group._can_run_last()):
+            return None
         program = group._program()
-        is_one = program is not None and program.can_run(lanes) and group._can_run_last()
-        return group if is_one else None
+        return group if program is not None and program.can_run(lanes) else None
+
+    def _has_many_rows(self) -> bool:
+        """Say whether rows are enough to be computed at the same time, if more than these are."""
+        is_many = self.rows >= _MANY_ROWS or self.rows * self.columns <= _FEW_NUMBERS
+        return is_many or all(shape_of_rows(member.function) for member in self.members)
 
     def _can_run_last(self) -> bool:
         """Say whether nothing before the last member needs what one of them makes."""
         last = self.members[-1].dispatch
         return all(
-            user.parent == last.parent and last.is_before_in_block(user)
+            user.block == last.block and last.is_before_in_block(user)
             for member in self.members
             for result in member.dispatch.results
             for user in self._others(result)
@@ -244,12 +252,9 @@ class _Program:
         return [Source(value.access, self.graph.nodes[value.node].dtype) for value in held]
 
     def can_run(self, lanes: int) -> bool:
-        """Say whether it has few enough tensors, of rows that are long and short enough."""
-        stored = [held.node for held in self.outputs.values() if held.access is Access.LINE]
-        kept = [node for node in self.graph.kept(stored) if node not in stored]
-        stack = 8 * len(kept) * self.graph.columns
-        count = len(self.sources) + len(self.outputs)
-        return stack <= _STACK and count <= MOST_BINDINGS and self.graph.columns * 2 >= lanes
+        """Say whether it has few enough tensors, of rows that are long enough."""
+        count = len(self.loaded) + len(self.outputs)
+        return count <= MOST_BINDINGS and self.graph.columns * 2 >= lanes
 
     def text(self, lanes: int) -> str:
         """Write its function."""
@@ -306,9 +311,9 @@ class _Program:
 def _groups(block: Any, executables: Mapping[str, Any], lanes: int) -> list[_Group]:
     """Find dispatches in a block that can be joined: a reduction, what it reads, what reads it."""
     found, alone = list[_Group](), dict[Any, _Member]()  # result -> what makes it, no reduction
-    for op in block.operations:
-        member = _Member.of(op.operation, executables)
-        if member is None or _grown(found, member, lanes):
+    for place, op in enumerate(block.operations):
+        member = _Member.of(op.operation, place, executables)
+        if member is None or _add(member, found, lanes):
             continue
         shape = shape_of_rows(member.function)
         if shape is None:
@@ -327,13 +332,21 @@ def _groups(block: Any, executables: Mapping[str, Any], lanes: int) -> list[_Gro
     return found
 
 
-def _grown(groups: list[_Group], member: _Member, lanes: int) -> bool:
-    """Add a dispatch to one of the groups that make what it takes; say whether there was one."""
-    for i, group in enumerate(groups):
-        grown = group.with_members([member], lanes) if group.makes_any(member.roots) else None
-        if grown is not None:
-            groups[i] = grown
-            return True
+def _add(member: _Member, groups: list[_Group], lanes: int) -> bool:
+    """Add a dispatch to the groups that make what it takes, which become one, or to one of these.
+
+    Returns:
+        Whether it could be added.
+    """
+    makers = [group for group in groups if group.makes_any(member.roots)]
+    for chosen in (makers, *([group] for group in makers)):
+        if len({(group.rows, group.columns) for group in chosen}) == 1:
+            members = [other for group in chosen for other in group.members]
+            members.sort(key=lambda other: other.place)
+            empty = replace(chosen[0], members=())
+            if (grown := empty.with_members([*members, member], lanes)) is not None:
+                groups[:] = [*(group for group in groups if group not in chosen), grown]
+                return True
     return False
 
 

@@ -158,6 +158,8 @@ class _Reader:
     def _access(self, read: Sequence[int], sizes: Sequence[int]) -> Access | None:
         """Return what a tensor is that some loops go over; None if it is none of these.
 
+        If there is one row, all tensors are of rows: IREE drops dimensions of one.
+
         Args:
             read: the loops, of its dimensions.
             sizes: of all loops.
@@ -167,14 +169,16 @@ class _Reader:
         if not is_line and count != self.graph.rows:
             return None
         if not read:
-            return Access.ONE
+            return Access.ROW if self.graph.rows == 1 else Access.ONE
         if list(read) == loops:
             return Access.LINE if is_line else Access.ROW
         if not is_line or sizes[-1] != self.graph.columns:
             return None
         if list(read) == loops[:-1]:
             return Access.ROW
-        return Access.COLUMN if list(read) == loops[-1:] else None
+        if list(read) == loops[-1:]:
+            return Access.LINE if self.graph.rows == 1 else Access.COLUMN
+        return None
 
     def _read(self, value: Any, access: Access) -> int | None:
         """Return the node of a tensor that is read so; None if it holds something else."""

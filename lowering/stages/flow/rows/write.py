@@ -21,6 +21,7 @@ from lowering.stages.flow.rows.text import Text
 from lowering.stages.ir.templates import tensor
 
 _SHORT = 16  # vectors of a row that is computed without a loop, and stays in registers
+_STACK = 16 << 10  # bytes of a row that a program keeps; IREE gives it 32 KB or more
 _ITEM = 4096  # numbers of a work item, if a row has fewer
 _PROGRAM = """
 func.func @rows({arguments}) {{
@@ -100,7 +101,7 @@ class _Writer:
         before, text.lines = text.lines, []
         self._load((Access.LINE, Access.ROW))
         stored = [value.node for value in self.outputs if value.access is Access.LINE]
-        kept = list(dict.fromkeys(stored)) if self._is_short else graph.kept(stored)
+        kept = graph.kept(stored, most=0 if self._is_short else _STACK)
         for place in kept:
             self._kept[place] = text.say(f"tensor.empty() : {text.line(graph.nodes[place].dtype)}")
         self._compute(level=0)
