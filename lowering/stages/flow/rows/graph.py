@@ -115,6 +115,11 @@ class RowGraph:
     _lines: list[bool] = field(default_factory=list)
     _places: dict[Node, int] = field(default_factory=dict)
 
+    def copy(self) -> RowGraph:
+        """Return the graph, to add nodes to."""
+        parts = list(self.nodes), list(self.levels), list(self._lines), dict(self._places)
+        return RowGraph(self.rows, self.columns, *parts)
+
     def add(self, node: Node) -> int:
         """Add a node, if it is not there; return its place."""
         if node not in self._places:

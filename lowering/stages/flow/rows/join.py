@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -107,34 +107,45 @@ class _Member:
         return [_root(operand) for operand in self.dispatch.operands]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Group:
     """Dispatches that compute the same rows.
 
     Attributes:
-        rows, columns: how many, of how many numbers.
+        reading: what they compute.
         members: in the order of their block.
     """
 
-    rows: int
-    columns: int
+    reading: _Reading
     members: tuple[_Member, ...] = ()
+
+    @classmethod
+    def of(cls, rows: int, columns: int) -> _Group:
+        """Begin with none."""
+        return cls(_Reading(RowGraph(rows, columns)))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """How many rows, of how many numbers."""
+        return self.reading.graph.rows, self.reading.graph.columns
 
     def makes_any(self, values: Collection[Any]) -> bool:
         """Say whether a member makes one of some values."""
-        return any(value in values for member in self.members for value in member.dispatch.results)
+        return any(value in self.reading.made for value in values)
 
     def with_members(self, members: Sequence[_Member], lanes: int) -> _Group | None:
         """Return the group with more members; None if these cannot be joined to it."""
-        group = replace(self, members=(*self.members, *members))
+        group = _Group(self.reading.copy(), (*self.members, *members))
         if not (group._has_many_rows() and group._can_run_last()):
             return None
-        program = group._program()
-        return group if program is not None and program.can_run(lanes) else None
+        if not all(map(group.reading.take, members)):
+            return None
+        return group if group._program().can_run(lanes) else None
 
     def _has_many_rows(self) -> bool:
         """Say whether rows are enough to be computed at the same time, if more than these are."""
-        is_many = self.rows >= _MANY_ROWS or self.rows * self.columns <= _FEW_NUMBERS
+        rows, columns = self.shape
+        is_many = rows >= _MANY_ROWS or rows * columns <= _FEW_NUMBERS
         return is_many or all(shape_of_rows(member.function) for member in self.members)
 
     def _can_run_last(self) -> bool:
@@ -156,14 +167,11 @@ class _Group:
             elif all(user != member.dispatch for member in self.members):
                 yield user
 
-    def _program(self) -> _Program | None:
-        """Read what the members compute; None if it is not all of these rows."""
-        reading = _Reading(RowGraph(self.rows, self.columns))
-        if not all(map(reading.take, self.members)):
-            return None
-        made = reading.made.items()
+    def _program(self) -> _Program:
+        """Return what is loaded, computed, and stored, since others read it."""
+        made = self.reading.made.items()
         outputs = {value: held for value, held in made if any(self._others(value))}
-        return _Program(reading.graph, reading.sources, outputs)
+        return _Program(self.reading.graph, self.reading.sources, outputs)
 
     def join(self, written: dict[str, Any], lanes: int) -> None:
         """Replace the dispatches by one.
@@ -174,9 +182,7 @@ class _Group:
         """
         from iree.compiler import ir
 
-        program = self._program()
-        assert program is not None
-        last = self.members[-1]
+        program, last = self._program(), self.members[-1]
         text = program.text(lanes)
         if text not in written:
             name = f"{symbol_of(last.executable)}_rows{len(written)}"
@@ -208,21 +214,28 @@ class _Reading:
     made: dict[Any, Value] = field(default_factory=dict)
     sources: dict[tuple[Any, Source], tuple[Any, int]] = field(default_factory=dict)
 
+    def copy(self) -> _Reading:
+        """Return it, to read more."""
+        return _Reading(self.graph.copy(), dict(self.made), dict(self.sources))
+
     def take(self, member: _Member) -> bool:
         """Read a member; say whether it computes rows of the graph, and no more."""
-        stored = read(member.function, self.graph, partial(self._load, member))
-        results = dict(enumerate(member.dispatch.results, len(member.roots)))
+        roots = member.roots
+        stored = read(member.function, self.graph, partial(self._load, member.dispatch, roots))
+        results = dict(enumerate(member.dispatch.results, len(roots)))
         if stored is None or stored.keys() != results.keys():
             return False
         self.made.update({results[i]: held for i, held in stored.items()})
         return True
 
-    def _load(self, member: _Member, argument: int, source: Source) -> int | None:
-        root = member.roots[argument]
+    def _load(
+        self, dispatch: Any, roots: Sequence[Any], argument: int, source: Source
+    ) -> int | None:
+        root = roots[argument]
         if root in self.made:
             held = self.made[root]
             return held.node if held.access is source.access else None
-        self.sources.setdefault((root, source), (member.dispatch, argument))
+        self.sources.setdefault((root, source), (dispatch, argument))
         return self.graph.add(Load(list(self.sources).index((root, source)), source))
 
 
@@ -321,7 +334,7 @@ def _groups(block: Any, executables: Mapping[str, Any], lanes: int) -> list[_Gro
             continue
         read = {value: other for value, other in alone.items() if value in member.roots}
         before = list({other.dispatch: other for other in read.values()}.values())
-        empty = _Group(*shape)
+        empty = _Group.of(*shape)
         group = empty.with_members([*before, member], lanes)
         group = group or empty.with_members([member], lanes)
         if group is not None:
@@ -338,15 +351,20 @@ def _add(member: _Member, groups: list[_Group], lanes: int) -> bool:
     Returns:
         Whether it could be added.
     """
-    makers = [group for group in groups if group.makes_any(member.roots)]
+    roots = member.roots
+    makers = [group for group in groups if group.makes_any(roots)]
     for chosen in (makers, *([group] for group in makers)):
-        if len({(group.rows, group.columns) for group in chosen}) == 1:
+        if len({group.shape for group in chosen}) != 1:
+            continue
+        if len(chosen) == 1:
+            grown = chosen[0].with_members([member], lanes)
+        else:
             members = [other for group in chosen for other in group.members]
             members.sort(key=lambda other: other.place)
-            empty = replace(chosen[0], members=())
-            if (grown := empty.with_members([*members, member], lanes)) is not None:
-                groups[:] = [*(group for group in groups if group not in chosen), grown]
-                return True
+            grown = _Group.of(*chosen[0].shape).with_members([*members, member], lanes)
+        if grown is not None:
+            groups[:] = [*(group for group in groups if group not in chosen), grown]
+            return True
     return False
 
 
