@@ -736,7 +736,7 @@ def test_rows_that_something_else_reads_in_between_are_not_one_program(lowered: 
         return torch.softmax(y + y @ w, -1)
 
     flow = lowered(function, torch.zeros(64, 512), torch.zeros(512, 512))["linalg-to-flow"]
-    assert count("rows[0-9]+::", flow) == 2
+    assert count("rows::", flow) == 2
 
 
 def test_a_module_is_lent_what_its_entry_point_allocates(lowered: Lower) -> None:

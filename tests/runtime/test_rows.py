@@ -20,11 +20,11 @@ Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], An
 OF_NUMBERS: dict[str, Function] = {
     "sum": lambda x, y, row, column: (x * row + y).sum(-1),
     "least and largest": lambda x, y, row, column: (x.amax(-1), (x + y).amin(-1)),
-    "centered": lambda x, y, row, column: (x - x.sum(-1, keepdim=True)) * column,
+    "centered": lambda x, y, row, column: (x - x.amax(-1, keepdim=True)) * column,
     "what is reduced": lambda x, y, row, column: (z := x + y, z.sum(-1), z * z.amax(-1, True)),
     "product": lambda x, y, row, column: (x.clamp(1, 2) * row.clamp(1, 1)).prod(-1),
     "of columns": lambda x, y, row, column: (column + row).amax(-1) + x.sum(-1),
-    "both dimensions": lambda x, y, row, column: x.sum(-1, True) + (x + y).sum(0),
+    "both dimensions": lambda x, y, row, column: x.amax(-1, True) + (x + y).amin(0),
     "several": lambda x, y, row, column: x.sum(-1, True) + (x * y.amax(-1, True)).sum(-1, True),
 }
 OF_FLOATS: dict[str, Function] = {

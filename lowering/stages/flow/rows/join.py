@@ -185,7 +185,9 @@ class _Group:
         program, last = self._program(), self.members[-1]
         text = program.text(lanes)
         if text not in written:
-            name = f"{symbol_of(last.executable)}_rows{len(written)}"
+            name = f"{symbol_of(last.executable)}_rows"
+            if name in map(symbol_of, written.values()):
+                name = f"{name}_{len(written)}"
             written[text] = program.put(text, name, self.members)
         location = ir.Location.fused([member.dispatch.location for member in self.members])
         with ir.InsertionPoint(last.dispatch), location:
