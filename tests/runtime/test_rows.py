@@ -93,6 +93,18 @@ def test_special_numbers(columns: int) -> None:
         check(lambda x, function=function: function(x, -1), x)
 
 
+def test_quotients_of_integers(counts: Counter[str]) -> None:
+    """Beyond the end of a row there is nothing to divide by."""
+    x, y, *_ = matrices(40, 197, torch.int32)
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        z = torch.div(x, y.abs() + 1, rounding_mode="trunc") + torch.remainder(x, y.abs() + 3)
+        return z, z.sum(-1)
+
+    check(function, x, y)
+    assert counts["refused_flags"] == counts["compiler_crashes"] == 0
+
+
 def test_a_row_of_sums_is_no_column() -> None:
     """Of square matrices both have the same shape."""
     x, *_ = matrices(64, 64, torch.float32)
@@ -106,6 +118,14 @@ def test_reductions_of_several_dimensions() -> None:
     check(lambda x: torch.nn.functional.group_norm(x, 4), x)
     check(lambda x: x / x.sum((2, 3), keepdim=True), x)
     check(lambda x: torch.softmax(x.flatten(2), -1).unflatten(2, (6, 5)) * x, x)
+
+
+def test_parts_of_matrices() -> None:
+    x, y = torch.randn(40, 300), torch.randn(40, 64)
+    check(lambda x: torch.softmax(x[:, :197], -1), x)
+    check(lambda x: torch.softmax(x[:24], -1)[:, :100] * x[:24, :100], x)
+    check(lambda x, y: torch.cat([torch.softmax(x, -1), layer_norm(y, (64,))], 1), x, y)
+    check(lambda x, y: torch.cat([torch.softmax(x, -1), x * 2]).sum(-1), x, y)
 
 
 def test_what_lies_between_keeps_its_place() -> None:

@@ -25,6 +25,8 @@ DTYPES = frozenset({"f16", "bf16", "f32", "f64", "i8", "i16", "i32", "i64"})  # 
 # What is done to halves; their arithmetic IREE writes in floats, of vectors wrongly.
 _HALVES = frozenset({"f16", "bf16"})
 _OF_HALVES = frozenset({"arith.extf", "arith.truncf", "arith.select"})
+# What may stop the process where a vector is beyond the end of a row, and has zeros.
+_TRAPS = tuple(f"arith.{op}" for op in ("divsi", "divui", "remsi", "remui", "ceildiv", "floordiv"))
 _SOFTMAX = "linalg.softmax"
 _FREE = frozenset({"arith.constant", "tensor.empty", "func.return", LOAD})
 _LEAST = "0xFF800000"
@@ -84,7 +86,8 @@ class _Reader:
     def take(self, op: Any) -> bool:
         """Add what an op computes; say whether it could be."""
         if op.name == LOAD:
-            return is_loaded(op.results[0]) and _is_plain(op.results[0].type)
+            is_whole = is_loaded(op.results[0]) and _is_all(op.results[0], op.operands[0])
+            return is_whole and _is_plain(op.results[0].type)
         if op.name in _FREE:
             return True
         if op.name == "linalg.fill":
@@ -103,7 +106,8 @@ class _Reader:
 
     def _take_store(self, op: Any) -> bool:
         value, target = op.operands[0], op.operands[1]
-        if value not in self._values or not is_at(op, [0] * len(value.type.shape)):
+        is_whole = is_at(op, [0] * len(value.type.shape)) and _is_all(value, target)
+        if value not in self._values or not is_whole:
             return False
         self.stored[target.arg_number] = self._values[value]
         return str(value.type.element_type) in DTYPES
@@ -233,7 +237,8 @@ class _Reader:
         for op in ops:
             if op.name == "arith.constant":
                 continue
-            if not op.name.startswith(("arith.", "math.")) or len(op.results) != 1:
+            is_known = op.name.startswith(("arith.", "math.")) and len(op.results) == 1
+            if not is_known or op.name.startswith(_TRAPS):
                 return None
             read = [self._number(operand, values) for operand in op.operands]
             if None in read:
@@ -262,6 +267,11 @@ class _Reader:
 
 def _attributes(op: Any) -> str:
     return ", ".join(f"{name} = {op.attributes[name]}" for name in op.attributes)
+
+
+def _is_all(value: Any, whole: Any) -> bool:
+    """Say whether what is loaded or stored has the shape of the argument."""
+    return str(whole.type).endswith(f":{value.type}>")
 
 
 def _is_plain(kind: Any) -> bool:
