@@ -27,6 +27,7 @@ _LANES = {frozenset({"avx512f"}): 16, frozenset[str](): 8}  # numbers of a vecto
 # Rows that keep all threads busy; of fewer, what computes number by number is joined if it is few.
 _MANY_ROWS, _FEW_NUMBERS = 64, 1 << 16
 _RESHAPE = "flow.tensor.reshape"
+_PLAIN = frozenset({"entry_points", "operandSegmentSizes", "tied_operands"})  # of a dispatch
 _PROGRAM = """
 flow.executable private @{name} {{
   flow.executable.export public @{entry} workgroups() -> (index, index, index) {{
@@ -92,7 +93,7 @@ class _Member:
         if op.name != DISPATCH or len(made_by(op)) < len(op.results):
             return None
         workload, _, *sizes = op.attributes["operandSegmentSizes"]
-        if workload or any(sizes) or len(op.attributes["entry_points"]) != 1:
+        if workload or any(sizes) or not _PLAIN.issuperset(op.attributes):
             return None
         executable = executables.get(entry_of(op))
         functions = functions_of(executable) if executable is not None else []
