@@ -27,7 +27,13 @@ func.func private @erf(%x: {kind}) -> {kind} {{
   %u = math.fma %square, %scale, %shift : {kind}
   %sum{degree} = arith.constant {last} : {kind}
 {terms}
-  %y = arith.mulf %sum0, %size : {kind}
+  %product = arith.mulf %sum0, %size : {kind}
+  %one = arith.constant {one} : {kind}
+  %minus_one = arith.constant {minus_one} : {kind}
+  %is_above = arith.cmpf ogt, %product, %one : {kind}
+  %not_above = arith.select %is_above, %one, %product : {bits}, {kind}
+  %is_below = arith.cmpf olt, %not_above, %minus_one : {kind}
+  %y = arith.select %is_below, %minus_one, %not_above : {bits}, {kind}
   return %y : {kind}
 }}
 """
@@ -42,7 +48,7 @@ def write_erf(module: Any) -> None:
 
     IREE chooses between the coefficients of three quotients of polynomials, and divides. One
     polynomial takes half as many operations; its result is within 2.4e-7 of the function's (IREE's
-    within 2.6e-7), and a zero keeps its sign.
+    within 2.6e-7), no larger than 1, and a zero keeps its sign.
 
     Before: %y = math.erf %x
     After:  %s = %x, no larger than 3.92;  %y = %s * p(2 / 3.92**2 * %s * %s - 1)
@@ -75,6 +81,8 @@ def _text(kind: str) -> str:
         least=constant(-_LARGEST),
         scale=constant(2 / _LARGEST**2),
         shift=constant(-1.0),
+        one=constant(1.0),
+        minus_one=constant(-1.0),
         degree=_DEGREE,
         last=constant(last),
         terms="".join(terms),
