@@ -149,3 +149,18 @@ def test_gradients_of_rows() -> None:
     compiled = torch.compile(function, backend="npu_iree", options={"fallback": "error"})
     found = torch.autograd.grad(compiled(x, w), (x, w))
     assert_same(found, torch.autograd.grad(function(x, w), (x, w)))
+
+
+def test_long_chains_before_a_reduction(counts: Counter[str]) -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for _ in range(250):
+            x = x * 0.5 + y
+        return torch.softmax(x, -1)
+
+    check(function, torch.randn(80, 48), torch.randn(80, 48))
+    assert counts["refused_flags"] == 0
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_one_number_for_all(rows: int) -> None:
+    check(lambda x, s: torch.softmax(x * s, -1) + s, torch.randn(rows, 197), torch.tensor(2.0))

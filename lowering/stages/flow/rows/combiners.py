@@ -8,8 +8,6 @@ COMBINERS = {
     "arith.mulf": "mul",
     "arith.maximumf": "maximumf",
     "arith.minimumf": "minimumf",
-    "arith.maxnumf": "maxnumf",
-    "arith.minnumf": "minnumf",
     "arith.addi": "add",
     "arith.muli": "mul",
     "arith.maxsi": "maxsi",
@@ -36,4 +34,4 @@ def neutral(op: str, dtype: str) -> str:
         half = 1 << int(dtype[1:]) - 1
         return str({**_OF_INTEGERS, "maxsi": -half, "minsi": half - 1}[how])
     least, largest = _INFINITIES[dtype]
-    return {**_OF_FLOATS, "maximumf": least, "maxnumf": least}.get(how, largest)
+    return {**_OF_FLOATS, "maximumf": least}.get(how, largest)

@@ -26,6 +26,7 @@ from lowering.stages.linalg.separate_scalars import MOST_BINDINGS
 _LANES = {frozenset({"avx512f"}): 16, frozenset[str](): 8}  # numbers of a vector
 # Rows that keep all threads busy; of fewer, what computes number by number is joined if it is few.
 _MANY_ROWS, _FEW_NUMBERS = 64, 1 << 16
+_MOST_NODES = 200  # of a program: it is written again for each of several vectors
 _RESHAPE = "flow.tensor.reshape"
 _PLAIN = frozenset({"entry_points", "operandSegmentSizes", "tied_operands"})  # of a dispatch
 _PROGRAM = """
@@ -72,7 +73,8 @@ def join_rows(module: Any, features: Collection[str]) -> None:
         for block in function.regions[0].blocks:
             for group in _groups(block, executables, lanes):
                 group.join(written, lanes)
-    used = {entry_of(op) for op in walk(module) if op.name == DISPATCH}
+    dispatches = [op for op in walk(module) if op.name == DISPATCH]
+    used = {str(e.value[0]) for op in dispatches for e in op.attributes["entry_points"]}
     for name, executable in executables.items():
         if name not in used:
             executable.operation.erase()
@@ -92,13 +94,19 @@ class _Member:
         """Take a dispatch of a program of one block, of tensors of known sizes."""
         if op.name != DISPATCH or len(made_by(op)) < len(op.results):
             return None
+        if len(op.attributes["entry_points"]) != 1:
+            return None
         workload, _, *sizes = op.attributes["operandSegmentSizes"]
         if workload or any(sizes) or not _PLAIN.issuperset(op.attributes):
             return None
         executable = executables.get(entry_of(op))
         functions = functions_of(executable) if executable is not None else []
         blocks = [block for function in functions for block in function.regions[0].blocks]
-        if len(blocks) != 1 or len(blocks[0].arguments) != len(op.operands) + len(op.results):
+        if (
+            len(functions) != 1
+            or len(blocks) != 1
+            or len(blocks[0].arguments) != len(op.operands) + len(op.results)
+        ):
             return None
         return cls(op, executable, functions[0], place)
 
@@ -268,9 +276,10 @@ class _Program:
         return [Source(value.access, self.graph.nodes[value.node].dtype) for value in held]
 
     def can_run(self, lanes: int) -> bool:
-        """Say whether it has few enough tensors, of rows that are long enough."""
-        count = len(self.loaded) + len(self.outputs)
-        return count <= MOST_BINDINGS and self.graph.columns * 2 >= lanes
+        """Say whether it is small enough, of rows that are long enough."""
+        graph, count = self.graph, len(self.loaded) + len(self.outputs)
+        is_small = count <= MOST_BINDINGS and len(graph.nodes) <= _MOST_NODES
+        return is_small and graph.rows > 0 and graph.columns * 2 >= lanes
 
     def text(self, lanes: int) -> str:
         """Write its function."""
@@ -387,11 +396,12 @@ def _reshaped(value: Any, kind: Any) -> Any:
 
 
 def _move_reshapes(value: Any, before: Any) -> None:
-    """Move the reshapes of a value to before an op, in order."""
+    """Move the reshapes of a value that stand before an op right before it, in order."""
     for use in list(value.uses):
         user = use.owner.operation
         if user.name == _RESHAPE:
-            user.move_before(before)
+            if user.block == before.block and user.is_before_in_block(before):
+                user.move_before(before)
             _move_reshapes(user.results[0], before)
 
 

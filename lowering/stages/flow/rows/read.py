@@ -26,7 +26,8 @@ DTYPES = frozenset({"f16", "bf16", "f32", "f64", "i8", "i16", "i32", "i64"})  # 
 _HALVES = frozenset({"f16", "bf16"})
 _OF_HALVES = frozenset({"arith.extf", "arith.truncf", "arith.select"})
 # What may stop the process where a vector is beyond the end of a row, and has zeros.
-_TRAPS = tuple(f"arith.{op}" for op in ("divsi", "divui", "remsi", "remui", "ceildiv", "floordiv"))
+_DIVISIONS = ("divsi", "divui", "remsi", "remui", "ceildiv", "floordiv")
+_TRAPS = ("math.ipowi", *(f"arith.{op}" for op in _DIVISIONS))
 _SOFTMAX = "linalg.softmax"
 _FREE = frozenset({"arith.constant", "tensor.empty", "func.return", LOAD})
 _LEAST = "0xFF800000"
