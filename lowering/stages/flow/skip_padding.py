@@ -13,15 +13,20 @@ from lowering.stages.ir.device_programs import (
     EXPORT,
     argument_type,
     dispatches_of,
+    entries_of,
     entry_of,
     functions_of,
     is_at,
     is_loaded,
+    is_whole,
     place_of,
+    put_dispatch,
+    put_program,
     set_type,
     set_workgroups,
+    tell_flops,
 )
-from lowering.stages.ir.dispatch_work import FLOPS, LOAD, STORE
+from lowering.stages.ir.dispatch_work import LOAD, STORE
 from lowering.stages.ir.structured import inputs_of
 from lowering.stages.ir.symbols import inside, maker_of, symbol_of
 from lowering.stages.ir.templates import clones, floats, put
@@ -70,20 +75,6 @@ func.func @loops(%xs: {xs}, %ws: {ws}) -> (index, index, index) {{
     }}
   }}
   return %image, %row, %panel : index, index, index
-}}
-"""
-# A convolution by itself; its function is filled in.
-_ALONE = """
-flow.executable private @{name} {{
-  flow.executable.export public @{name} workgroups() -> (index, index, index) {{
-    %x, %y, %z = iree_tensor_ext.dispatch.workgroup_count_from_slice()
-    flow.return %x, %y, %z : index, index, index
-  }}
-  builtin.module {{
-    func.func @{name}(%xs: {xs}, %ws: {ws}, %sums: {sums}) {{
-      return
-    }}
-  }}
 }}
 """
 
@@ -174,10 +165,9 @@ class _Program:
         sums, own = self.op.results[0], [self.images, self.panels]
         name = f"{symbol_of(self.executable)}_convolution"
         made, read = (argument_type(access, sums.type) for access in ("writeonly", "readonly"))
-        text = _ALONE.format(name=name, xs=own[0].type, ws=own[1].type, sums=made)
+        taken = f"%xs: {own[0].type}, %ws: {own[1].type}, %sums: {made}"
         with ir.InsertionPoint(self.executable):
-            written = ir.Module.parse(text)  # its ops live as long
-            alone = written.body.operations[0].operation.clone()
+            alone = put_program(name, name, taken)
         ((block,),) = (function.regions[0].blocks for function in functions_of(alone))
         loaded = [value.owner for value in inputs_of(self.op)]
         begun = [op for op in self._ops if op.name in _SOURCES and op.name != LOAD]
@@ -190,15 +180,8 @@ class _Program:
         for dispatch in dispatches_of(module, self.executable):
             places = [place_of(dispatch, argument) for argument in own]
             with ir.InsertionPoint(dispatch), dispatch.location:
-                new = ir.Operation.create(
-                    DISPATCH,
-                    results=[sums.type],
-                    operands=[dispatch.operands[place] for place in places],
-                    attributes={
-                        "entry_points": program._entries,
-                        "operandSegmentSizes": ir.DenseI32ArrayAttr.get([0, len(own), 0, 0]),
-                    },
-                )
+                operands = [dispatch.operands[place] for place in places]
+                new = put_dispatch(alone, operands, [sums.type])
             dispatch.operands[places[1]] = new.result
         self.panels.set_type(read)
         set_type(self.function)
@@ -228,7 +211,7 @@ class _Program:
             programs.append(self._copied())
         for dispatch, place, source in zip(dispatches, places, sources, strict=True):
             if source is None:
-                dispatch.attributes["entry_points"] = programs[-1]._entries
+                dispatch.attributes["entry_points"] = entries_of(programs[-1].executable)
                 continue
             copy = dispatch.operands[place].owner
             dispatch.operands[place] = source
@@ -252,14 +235,6 @@ class _Program:
         assert program is not None
         return program
 
-    @property
-    def _entries(self) -> Any:
-        """How it is dispatched."""
-        from iree.compiler import ir
-
-        name = ir.SymbolRefAttr.get([symbol_of(self.executable), symbol_of(self.function)])
-        return ir.ArrayAttr.get([name])
-
     def _source(self, module: Any, padded: Any) -> Any:
         """Return the images that are copied to be padded; None if they are made otherwise."""
         if maker_of(padded) != DISPATCH or not any(map(any, self.mark.padding)):
@@ -272,10 +247,9 @@ class _Program:
             return None
         store, _ = others
         begin = [0, *(before for before, _ in self.mark.padding), 0]
-        is_copy = is_at(load, [0] * len(begin)) and is_at(store, begin)
-        source = padded.owner.operands[place_of(padded.owner, load.operands[0])]
-        is_whole = list(source.type.shape) == list(load.results[0].type.shape)
-        return source if is_copy and is_whole else None
+        if not (is_whole(load) and is_at(store, begin)):
+            return None
+        return padded.owner.operands[place_of(padded.owner, load.operands[0])]
 
     def write(self) -> None:
         """Write the loops, and what follows the convolution as of their tiles."""
@@ -293,9 +267,7 @@ class _Program:
         tile = Tile([self.mark.images, *[1] * (len(where) - 2), columns], where)
         with ir.InsertionPoint(end):
             write_tiled(followers, sums, nest.operation.results[0], tile)
-        self.function.attributes[FLOPS] = ir.IntegerAttr.get(
-            ir.IntegerType.get_signless(64), self._flops()
-        )
+        tell_flops(self.function, self._flops())
         for op in reversed(old):
             if op.name != "arith.constant":
                 op.erase()

@@ -16,9 +16,12 @@ from lowering.stages.ir.device_programs import (
     EXECUTABLE,
     entry_of,
     functions_of,
+    put_dispatch,
+    put_program,
     set_workgroups,
+    tell_flops,
 )
-from lowering.stages.ir.dispatch_work import FLOPS, flops, made_by, walk
+from lowering.stages.ir.dispatch_work import flops, made_by, walk
 from lowering.stages.ir.symbols import inside, maker_of, symbol_of
 from lowering.stages.ir.templates import put
 from lowering.stages.linalg.separate_scalars import MOST_BINDINGS
@@ -29,21 +32,8 @@ _MANY_ROWS, _FEW_NUMBERS = 64, 1 << 16
 _MOST_NODES = 200  # of a program: it is written again for each of several vectors
 _RESHAPE = "flow.tensor.reshape"
 _PLAIN = frozenset({"entry_points", "operandSegmentSizes", "tied_operands"})  # of a dispatch
-_PROGRAM = """
-flow.executable private @{name} {{
-  flow.executable.export public @{entry} workgroups() -> (index, index, index) {{
-    %x, %y, %z = iree_tensor_ext.dispatch.workgroup_count_from_slice()
-    flow.return %x, %y, %z : index, index, index
-  }}
-  builtin.module {{
-    func.func @{entry}({arguments}) attributes {{
-        translation_info = #iree_codegen.translation_info<
-            pipeline = #iree_cpu.pipeline<Default>>}} {{
-      return
-    }}
-  }}
-}}
-"""
+_PIPELINE = """attributes {translation_info = #iree_codegen.translation_info<
+    pipeline = #iree_cpu.pipeline<Default>>}"""
 _RESHAPED = """
 util.func private @reshaped(%x: {given}) -> {wanted} {{
   %y = flow.tensor.reshape %x : {given} -> {wanted}
@@ -298,8 +288,7 @@ class _Program:
         )
         entry = f"{name}_{graph.rows}x{graph.columns}"
         with ir.InsertionPoint(members[0].executable):
-            module = ir.Module.parse(_PROGRAM.format(name=name, entry=entry, arguments=arguments))
-            executable = module.body.operations[0].operation.clone()
+            executable = put_program(name, entry, arguments, _PIPELINE)
         (function,) = functions_of(executable)
         (block,) = function.regions[0].blocks
         places = [op.location for member in members for op in walk(member.function)]
@@ -307,7 +296,7 @@ class _Program:
         with ir.InsertionPoint(end), ir.Location.fused(places):
             put(text, list(block.arguments))
         work = [flops(list(walk(member.function))) or 0 for member in members]
-        function.attributes[FLOPS] = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), sum(work))
+        tell_flops(function, sum(work))
         set_workgroups(executable, [-(-graph.rows // rows_of_item(graph)), 1, 1])
         return executable
 
@@ -316,21 +305,12 @@ class _Program:
         from iree.compiler import ir
 
         graph = self.graph
-        (function,) = functions_of(executable)
         operands = [
             _reshaped(dispatch.operands[i], ir.Type.parse(kind_of(graph, source)))
             for (_, source), (dispatch, i) in self.loaded.items()
         ]
-        entry = ir.SymbolRefAttr.get([symbol_of(executable), symbol_of(function)])
-        return ir.Operation.create(
-            DISPATCH,
-            results=[ir.Type.parse(kind_of(graph, target)) for target in self._targets],
-            operands=operands,
-            attributes={
-                "entry_points": ir.ArrayAttr.get([entry]),
-                "operandSegmentSizes": ir.DenseI32ArrayAttr.get([0, len(operands), 0, 0]),
-            },
-        )
+        results = [ir.Type.parse(kind_of(graph, target)) for target in self._targets]
+        return put_dispatch(executable, operands, results)
 
 
 def _groups(block: Any, executables: Mapping[str, Any], lanes: int) -> list[_Group]:

@@ -16,7 +16,7 @@ from lowering.stages.flow.rows.graph import (
     RowGraph,
     Source,
 )
-from lowering.stages.ir.device_programs import is_at, is_loaded
+from lowering.stages.ir.device_programs import is_whole
 from lowering.stages.ir.dispatch_work import LOAD, STORE
 from lowering.stages.ir.structured import inputs_of
 from lowering.stages.ir.symbols import maker_of
@@ -87,8 +87,7 @@ class _Reader:
     def take(self, op: Any) -> bool:
         """Add what an op computes; say whether it could be."""
         if op.name == LOAD:
-            is_whole = is_loaded(op.results[0]) and _is_all(op.results[0], op.operands[0])
-            return is_whole and _is_plain(op.results[0].type)
+            return is_whole(op) and _is_plain(op.results[0].type)
         if op.name in _FREE:
             return True
         if op.name == "linalg.fill":
@@ -107,8 +106,7 @@ class _Reader:
 
     def _take_store(self, op: Any) -> bool:
         value, target = op.operands[0], op.operands[1]
-        is_whole = is_at(op, [0] * len(value.type.shape)) and _is_all(value, target)
-        if value not in self._values or not is_whole:
+        if value not in self._values or not is_whole(op):
             return False
         self.stored[target.arg_number] = self._values[value]
         return str(value.type.element_type) in DTYPES
@@ -268,11 +266,6 @@ class _Reader:
 
 def _attributes(op: Any) -> str:
     return ", ".join(f"{name} = {op.attributes[name]}" for name in op.attributes)
-
-
-def _is_all(value: Any, whole: Any) -> bool:
-    """Say whether what is loaded or stored has the shape of the argument."""
-    return str(whole.type).endswith(f":{value.type}>")
 
 
 def _is_plain(kind: Any) -> bool:
