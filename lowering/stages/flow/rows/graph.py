@@ -25,10 +25,10 @@ _MOST_CHEAP = 4  # of these, one after the other
 class Access(enum.Enum):
     """Which dimensions a tensor has: rows and columns, one of them, or none."""
 
-    LINE = "rows, columns"
-    ROW = "rows"
-    COLUMN = "columns"
-    ONE = ""
+    LINE = enum.auto()
+    ROW = enum.auto()
+    COLUMN = enum.auto()
+    ONE = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,14 @@ class Source:
 
     access: Access
     dtype: str
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a tensor holds: a node, along some dimensions."""
+
+    node: int
+    access: Access
 
 
 @dataclass(frozen=True)
@@ -103,9 +111,13 @@ Node = Load | Constant | Compute | Reduce
 class RowGraph:
     """What is computed of each of some rows, of so many numbers.
 
-    A node is known by its place in `nodes`; equal nodes are one. A node may be read in the pass
-    over the row that has its level, and those after: what depends on a reduction comes after the
-    pass that the reduction takes.
+    A node is known by its place; equal nodes are one.
+
+    Attributes:
+        rows, columns: how many rows, of how many numbers.
+        nodes: each after those that it reads.
+        levels: of the nodes: which pass over the row may be the first that reads one. What depends
+            on a reduction comes after the pass that the reduction takes.
     """
 
     rows: int
@@ -139,6 +151,10 @@ class RowGraph:
     def is_line(self, place: int) -> bool:
         """Say whether a node differs along a row."""
         return self._lines[place]
+
+    def source_of(self, value: Value) -> Source:
+        """Return what a tensor is that holds a value."""
+        return Source(value.access, self.nodes[value.node].dtype)
 
     def reductions(self) -> Iterator[tuple[int, Reduce]]:
         """Return the nodes that are reductions, with their places."""

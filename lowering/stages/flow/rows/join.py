@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from lowering.cpu import best_for
-from lowering.stages.flow.rows.graph import Load, RowGraph, Source
-from lowering.stages.flow.rows.read import Value, read, shape_of_rows
-from lowering.stages.flow.rows.write import argument_type, kind_of, rows_of_item, write
+from lowering.stages.flow.rows.graph import Load, RowGraph, Source, Value
+from lowering.stages.flow.rows.program import RowProgram
+from lowering.stages.flow.rows.read import read, shape_of_rows
 from lowering.stages.ir.device_programs import (
     DISPATCH,
     EXECUTABLE,
     entry_of,
     functions_of,
     put_dispatch,
-    put_program,
-    set_workgroups,
-    tell_flops,
 )
-from lowering.stages.ir.dispatch_work import flops, made_by, walk
+from lowering.stages.ir.dispatch_work import made_by, walk
 from lowering.stages.ir.symbols import inside, maker_of, symbol_of
 from lowering.stages.ir.templates import put
-from lowering.stages.linalg.separate_scalars import MOST_BINDINGS
 
 _LANES = {frozenset({"avx512f"}): 16, frozenset[str](): 8}  # numbers of a vector
 # Rows that keep all threads busy; of fewer, what computes number by number is joined if it is few.
 _MANY_ROWS, _FEW_NUMBERS = 64, 1 << 16
-_MOST_NODES = 200  # of a program: it is written again for each of several vectors
 _RESHAPE = "flow.tensor.reshape"
 _PLAIN = frozenset({"entry_points", "operandSegmentSizes", "tied_operands"})  # of a dispatch
-_PIPELINE = """attributes {translation_info = #iree_codegen.translation_info<
-    pipeline = #iree_cpu.pipeline<Default>>}"""
 _RESHAPED = """
 util.func private @reshaped(%x: {given}) -> {wanted} {{
   %y = flow.tensor.reshape %x : {given} -> {wanted}
@@ -58,7 +51,7 @@ def join_rows(module: Any, features: Collection[str]) -> None:
     """
     lanes = best_for(features, _LANES)
     executables = {symbol_of(op): op for op in inside(module, EXECUTABLE)}
-    written = dict[str, Any]()
+    written = dict[Hashable, Any]()
     for function in inside(module, "util.func"):
         for block in function.regions[0].blocks:
             for group in _groups(block, executables, lanes):
@@ -102,7 +95,7 @@ class _Member:
 
     @property
     def roots(self) -> list[Any]:
-        """What it takes, as it was made."""
+        """What it takes, before it was reshaped."""
         return [_root(operand) for operand in self.dispatch.operands]
 
 
@@ -142,7 +135,7 @@ class _Group:
         return group if group._program().can_run(lanes) else None
 
     def _has_many_rows(self) -> bool:
-        """Say whether rows are enough to be computed at the same time, if more than these are."""
+        """Say whether there are rows for all threads, or too few numbers for that to matter."""
         rows, columns = self.shape
         is_many = rows >= _MANY_ROWS or rows * columns <= _FEW_NUMBERS
         return is_many or all(shape_of_rows(member.function) for member in self.members)
@@ -166,32 +159,43 @@ class _Group:
             elif all(user != member.dispatch for member in self.members):
                 yield user
 
-    def _program(self) -> _Program:
-        """Return what is loaded, computed, and stored, since others read it."""
+    def _outputs(self) -> dict[Any, Value]:
+        """Return the results of members that others read, and what they hold."""
         made = self.reading.made.items()
-        outputs = {value: held for value, held in made if any(self._others(value))}
-        return _Program(self.reading.graph, self.reading.sources, outputs)
+        return {value: held for value, held in made if any(self._others(value))}
 
-    def join(self, written: dict[str, Any], lanes: int) -> None:
+    def _program(self) -> RowProgram:
+        """Return what the members load, compute, and store for others."""
+        sources = tuple(source for _, source in self.reading.sources)
+        return RowProgram(self.reading.graph, sources, tuple(self._outputs().values()))
+
+    def join(self, written: dict[Hashable, Any], lanes: int) -> None:
         """Replace the dispatches by one.
 
         Args:
-            written: the programs that there are, by their text; gets more.
+            written: the programs that there are, by their keys; gets more.
             lanes: numbers of a vector.
         """
         from iree.compiler import ir
 
         program, last = self._program(), self.members[-1]
-        text = program.text(lanes)
-        if text not in written:
+        key = program.key()
+        if key not in written:
             name = f"{symbol_of(last.executable)}_rows"
             if name in map(symbol_of, written.values()):
                 name = f"{name}_{len(written)}"
-            written[text] = program.put(text, name, self.members)
+            with ir.InsertionPoint(self.members[0].executable):
+                functions = [member.function for member in self.members]
+                written[key] = program.put(name, functions, lanes)
         location = ir.Location.fused([member.dispatch.location for member in self.members])
         with ir.InsertionPoint(last.dispatch), location:
-            new = program.dispatch(written[text])
-            for value, made in zip(program.outputs, new.results, strict=True):
+            places = self.reading.sources.values()
+            operands = [
+                _reshaped(dispatch.operands[i], kind)
+                for (dispatch, i), kind in zip(places, program.taken(), strict=True)
+            ]
+            new = put_dispatch(written[key], operands, program.made())
+            for value, made in zip(self._outputs(), new.results, strict=True):
                 whole = _reshaped(made, value.type)
                 _move_reshapes(value, last.dispatch)
                 value.replace_all_uses_with(whole)
@@ -240,79 +244,6 @@ class _Reading:
         return self.graph.add(Load(list(self.sources).index((root, source)), source))
 
 
-@dataclass(frozen=True)
-class _Program:
-    """What a group computes.
-
-    Attributes:
-        graph: the numbers.
-        loaded: what is loaded, and how -> the dispatch that takes it, as which operand.
-        outputs: results of members that others read -> what they hold.
-    """
-
-    graph: RowGraph
-    loaded: Mapping[tuple[Any, Source], tuple[Any, int]]
-    outputs: Mapping[Any, Value]
-
-    @property
-    def sources(self) -> list[Source]:
-        """The tensors that are loaded."""
-        return [source for _, source in self.loaded]
-
-    @property
-    def _targets(self) -> list[Source]:
-        """The tensors that are stored."""
-        held = self.outputs.values()
-        return [Source(value.access, self.graph.nodes[value.node].dtype) for value in held]
-
-    def can_run(self, lanes: int) -> bool:
-        """Say whether it is small enough, of rows that are long enough."""
-        graph, count = self.graph, len(self.loaded) + len(self.outputs)
-        is_small = count <= MOST_BINDINGS and len(graph.nodes) <= _MOST_NODES
-        return is_small and graph.rows > 0 and graph.columns * 2 >= lanes
-
-    def text(self, lanes: int) -> str:
-        """Write its function."""
-        return write(self.graph, self.sources, list(self.outputs.values()), lanes)
-
-    def put(self, text: str, name: str, members: Sequence[_Member]) -> Any:
-        """Write the executable before those that it stands for; return it."""
-        from iree.compiler import ir
-
-        graph = self.graph
-        tensors = [("readonly", source) for source in self.sources]
-        tensors += [("writeonly", target) for target in self._targets]
-        arguments = ", ".join(
-            f"%a{i}: {argument_type(graph, access, source)}"
-            for i, (access, source) in enumerate(tensors)
-        )
-        entry = f"{name}_{graph.rows}x{graph.columns}"
-        with ir.InsertionPoint(members[0].executable):
-            executable = put_program(name, entry, arguments, _PIPELINE)
-        (function,) = functions_of(executable)
-        (block,) = function.regions[0].blocks
-        places = [op.location for member in members for op in walk(member.function)]
-        (end,) = block.operations
-        with ir.InsertionPoint(end), ir.Location.fused(places):
-            put(text, list(block.arguments))
-        work = [flops(list(walk(member.function))) or 0 for member in members]
-        tell_flops(function, sum(work))
-        set_workgroups(executable, [-(-graph.rows // rows_of_item(graph)), 1, 1])
-        return executable
-
-    def dispatch(self, executable: Any) -> Any:
-        """Dispatch it, at the insertion point."""
-        from iree.compiler import ir
-
-        graph = self.graph
-        operands = [
-            _reshaped(dispatch.operands[i], ir.Type.parse(kind_of(graph, source)))
-            for (_, source), (dispatch, i) in self.loaded.items()
-        ]
-        results = [ir.Type.parse(kind_of(graph, target)) for target in self._targets]
-        return put_dispatch(executable, operands, results)
-
-
 def _groups(block: Any, executables: Mapping[str, Any], lanes: int) -> list[_Group]:
     """Find dispatches in a block that can be joined: a reduction, what it reads, what reads it."""
     found, alone = list[_Group](), dict[Any, _Member]()  # result -> what makes it, no reduction
@@ -324,8 +255,9 @@ def _groups(block: Any, executables: Mapping[str, Any], lanes: int) -> list[_Gro
         if shape is None:
             alone.update(dict.fromkeys(member.dispatch.results, member))
             continue
-        read = {value: other for value, other in alone.items() if value in member.roots}
-        before = list({other.dispatch: other for other in read.values()}.values())
+        roots = member.roots
+        makers = {other.dispatch: other for value, other in alone.items() if value in roots}
+        before = list(makers.values())
         empty = _Group.of(*shape)
         group = empty.with_members([*before, member], lanes)
         group = group or empty.with_members([member], lanes)
@@ -338,10 +270,10 @@ def _groups(block: Any, executables: Mapping[str, Any], lanes: int) -> list[_Gro
 
 
 def _add(member: _Member, groups: list[_Group], lanes: int) -> bool:
-    """Add a dispatch to the groups that make what it takes, which become one, or to one of these.
+    """Add a dispatch to a group that makes what it takes; several such groups become one.
 
     Returns:
-        Whether it could be added.
+        Whether it could be added, to all of them or to one.
     """
     roots = member.roots
     makers = [group for group in groups if group.makes_any(roots)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from lowering.stages.flow.rows.graph import Compute, Load, Reduce, RowGraph
 from lowering.stages.flow.rows.text import Text
@@ -35,17 +36,13 @@ class Pass:
     Attributes:
         text: gets the ops.
         level: of the pass.
-        reductions: the nodes that it reduces to.
-        stored: those that it stores.
-        kept: those that a pass stores -> tensors; they are read by passes of higher levels.
+        kept: nodes that a pass stores -> tensors; they are read by passes of higher levels.
         loaded: arguments -> tensors.
         vectors: what is one number of the row -> vectors of it.
     """
 
     text: Text
     level: int
-    reductions: Sequence[int]
-    stored: Sequence[int]
     kept: Mapping[int, str]
     loaded: Mapping[int, str]
     vectors: Mapping[int, str]
@@ -54,21 +51,32 @@ class Pass:
     def _graph(self) -> RowGraph:
         return self.text.graph
 
+    @cached_property
+    def reductions(self) -> dict[int, Reduce]:
+        """The nodes that it reduces to, by their places."""
+        after = self.level + 1
+        return {i: n for i, n in self._graph.reductions() if self._graph.levels[i] == after}
+
+    @cached_property
+    def stored(self) -> list[int]:
+        """The places of the nodes that it stores."""
+        return [place for place in self.kept if self._graph.levels[place] == self.level]
+
     def kinds(self) -> list[str]:
         """Write the types of what steps change: accumulators, and tensors."""
         nodes, text = self._graph.nodes, self.text
-        sums = [text.vector(nodes[i].dtype) for i in self.reductions for _ in range(AT_ONCE)]
+        sums = [text.vector(n.dtype) for n in self.reductions.values() for _ in range(AT_ONCE)]
         return [*sums, *(text.line(nodes[i].dtype) for i in self.stored)]
 
     def begin(self) -> list[str]:
         """Write what it is before the first step."""
-        sums = [self.text.neutral(node) for node in self._reduced() for _ in range(AT_ONCE)]
+        sums = [self.text.neutral(n) for n in self.reductions.values() for _ in range(AT_ONCE)]
         return [*sums, *(self.kept[place] for place in self.stored)]
 
     def step(self, step: Step, before: Sequence[str]) -> list[str]:
         """Write what is done to one vector; return what it leaves."""
         text, after = self.text, list(before)
-        for r, node in enumerate(self._reduced()):
+        for r, node in enumerate(self.reductions.values()):
             slot = r * AT_ONCE + step.slot
             value = self._masked(self._value(node.operand, step), node, step)
             after[slot] = text.combine(node, value, after[slot], of_vectors=True)
@@ -80,9 +88,10 @@ class Pass:
             )
         return after
 
-    def needed(self, targets: Collection[int]) -> Collection[int]:
-        """Return the numbers of the row that vectors of some nodes are computed from."""
-        waiting, seen = list(targets), set[int]()
+    def needed(self) -> Collection[int]:
+        """Return the numbers of the row that the pass computes vectors from."""
+        reduced = [node.operand for node in self.reductions.values()]
+        waiting, seen = [*reduced, *self.stored], set[int]()
         while waiting:
             place = waiting.pop()
             if place not in seen:
@@ -91,10 +100,6 @@ class Pass:
                 if isinstance(node, Compute) and not self._is_read(place):
                     waiting += node.operands if self._graph.is_line(place) else ()
         return sorted(place for place in seen if not self._graph.is_line(place))
-
-    def _reduced(self) -> list[Reduce]:
-        nodes = [self._graph.nodes[place] for place in self.reductions]
-        return [node for node in nodes if isinstance(node, Reduce)]
 
     def _is_read(self, place: int) -> bool:
         """Say whether a pass before has stored a node."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowering.stages.flow.rows.combiners import COMBINERS
+from lowering.stages.flow.rows.combiners import COMBINERS, neutral
 from lowering.stages.flow.rows.graph import (
     Access,
     Compute,
@@ -15,6 +15,7 @@ from lowering.stages.flow.rows.graph import (
     Reduce,
     RowGraph,
     Source,
+    Value,
 )
 from lowering.stages.ir.device_programs import is_whole
 from lowering.stages.ir.dispatch_work import LOAD, STORE
@@ -30,15 +31,6 @@ _DIVISIONS = ("divsi", "divui", "remsi", "remui", "ceildiv", "floordiv")
 _TRAPS = ("math.ipowi", *(f"arith.{op}" for op in _DIVISIONS))
 _SOFTMAX = "linalg.softmax"
 _FREE = frozenset({"arith.constant", "tensor.empty", "func.return", LOAD})
-_LEAST = "0xFF800000"
-
-
-@dataclass(frozen=True)
-class Value:
-    """What a tensor holds: a node, along some dimensions."""
-
-    node: int
-    access: Access
 
 
 Loader = Callable[[int, Source], int | None]
@@ -120,14 +112,18 @@ class _Reader:
         x = self._read(op.operands[0], Access.LINE)
         if x is None:
             return False
-        least, zero = (self.graph.add(Constant(n, "f32")) for n in (_LEAST, "0.0"))
-        largest = self.graph.add(Reduce("arith.maximumf", x, least, "", "f32"))
+        largest = self._reduce("arith.maximumf", x)
         apart = self.graph.add(Compute("arith.subf", (x, largest), "", "f32"))
         part = self.graph.add(Compute("math.exp", (apart,), "", "f32"))
-        total = self.graph.add(Reduce("arith.addf", part, zero, "", "f32"))
+        total = self._reduce("arith.addf", part)
         quotient = self.graph.add(Compute("arith.divf", (part, total), "", "f32"))
         self._values[op.results[0]] = Value(quotient, Access.LINE)
         return True
+
+    def _reduce(self, name: str, operand: int) -> int:
+        """Add the reduction of a node of float32 that starts from nothing."""
+        start = self.graph.add(Constant(neutral(name, "f32"), "f32"))
+        return self.graph.add(Reduce(name, operand, start, "", "f32"))
 
     def _take_generic(self, op: Any) -> bool:
         kinds = ["reduction" in str(kind) for kind in op.attributes["iterator_types"]]

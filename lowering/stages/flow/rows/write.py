@@ -14,16 +14,16 @@ from lowering.stages.flow.rows.graph import (
     Reduce,
     RowGraph,
     Source,
+    Value,
 )
 from lowering.stages.flow.rows.passes import AT_ONCE, Pass, Step
-from lowering.stages.flow.rows.read import Value
 from lowering.stages.flow.rows.text import Text
 from lowering.stages.ir.templates import tensor
 
 _SHORT = 16  # vectors of a row that is computed without a loop, and stays in registers
 _STACK = 16 << 10  # bytes of a row that a program keeps; IREE gives it 32 KB or more
 _ITEM = 4096  # numbers of a work item, if a row has fewer
-_PROGRAM = """
+_FUNCTION = """
 func.func @rows({arguments}) {{
   %first = arith.constant 0 : index
   %step = arith.constant 1 : index
@@ -58,9 +58,12 @@ def write(graph: RowGraph, sources: Sequence[Source], outputs: Sequence[Value], 
     return _Writer(Text(graph, lanes), sources, outputs).program()
 
 
-def argument_type(graph: RowGraph, access: str, source: Source) -> str:
-    """Write the type of an argument, from the access to it (`readonly`)."""
-    return f"!iree_tensor_ext.dispatch.tensor<{access}:{kind_of(graph, source)}>"
+def arguments_of(graph: RowGraph, sources: Sequence[Source], outputs: Sequence[Value]) -> str:
+    """Write the arguments of that function."""
+    tensors = [("readonly", source) for source in sources]
+    tensors += [("writeonly", graph.source_of(value)) for value in outputs]
+    types = [_argument_type(graph, access, source) for access, source in tensors]
+    return ", ".join(f"%a{i}: {kind}" for i, kind in enumerate(types))
 
 
 def kind_of(graph: RowGraph, source: Source) -> str:
@@ -72,6 +75,10 @@ def kind_of(graph: RowGraph, source: Source) -> str:
         Access.ONE: [],
     }
     return tensor(sizes[source.access], source.dtype)
+
+
+def _argument_type(graph: RowGraph, access: str, source: Source) -> str:
+    return f"!iree_tensor_ext.dispatch.tensor<{access}:{kind_of(graph, source)}>"
 
 
 @dataclass
@@ -110,13 +117,8 @@ class _Writer:
             self._pass_over(level)
             self._compute(level + 1)
         self._store()
-        tensors = [("readonly", source) for source in self.sources]
-        tensors += [("writeonly", self._target(value)) for value in self.outputs]
-        return _PROGRAM.format(
-            arguments=", ".join(
-                f"%a{i}: {argument_type(graph, access, source)}"
-                for i, (access, source) in enumerate(tensors)
-            ),
+        return _FUNCTION.format(
+            arguments=arguments_of(graph, self.sources, self.outputs),
             block=self._block,
             blocks=self._whole,
             rows_of_item=rows_of_item(graph),
@@ -139,9 +141,6 @@ class _Writer:
         """The numbers that loops take; what follows them takes the others."""
         return 0 if self._is_short else self.text.graph.columns // self._block * self._block
 
-    def _target(self, value: Value) -> Source:
-        return Source(value.access, self.text.graph.nodes[value.node].dtype)
-
     def _load(self, accesses: Sequence[Access]) -> None:
         """Load the arguments that are read so: as a whole, or of one row."""
         graph, text = self.text.graph, self.text
@@ -149,7 +148,7 @@ class _Writer:
             if source.access in accesses:
                 self._loaded[i] = text.say(
                     f"iree_tensor_ext.dispatch.tensor.load %a{i}, {self._where(source)} "
-                    f": {argument_type(graph, 'readonly', source)} -> {self._part(source)}"
+                    f": {_argument_type(graph, 'readonly', source)} -> {self._part(source)}"
                 )
         for place, node in enumerate(graph.nodes):
             if isinstance(node, Load) and node.source.access in accesses:
@@ -164,7 +163,7 @@ class _Writer:
         """Store what is computed of the row."""
         graph, text = self.text.graph, self.text
         for i, value in enumerate(self.outputs, len(self.sources)):
-            target = self._target(value)
+            target = graph.source_of(value)
             kind = self._part(target)
             if value.access is Access.LINE:
                 part = self._kept[value.node]
@@ -172,7 +171,7 @@ class _Writer:
                 part = text.say(f"tensor.from_elements {self._numbers[value.node]} : {kind}")
             text.lines.append(
                 f"iree_tensor_ext.dispatch.tensor.store {part}, %a{i}, {self._where(target)} "
-                f": {kind} -> {argument_type(graph, 'writeonly', target)}"
+                f": {kind} -> {_argument_type(graph, 'writeonly', target)}"
             )
 
     def _where(self, source: Source) -> str:
@@ -205,18 +204,8 @@ class _Writer:
     def _pass_over(self, level: int) -> None:
         """Reduce, and store, what is known by the pass of a level."""
         graph, text = self.text.graph, self.text
-        reductions = [(i, node) for i, node in graph.reductions() if graph.levels[i] == level + 1]
-        stored = [place for place in self._kept if graph.levels[place] == level]
-        work = Pass(
-            text,
-            level,
-            [place for place, _ in reductions],
-            stored,
-            dict(self._kept),
-            self._loaded,
-            self._vectors,
-        )
-        for place in work.needed([*(node.operand for _, node in reductions), *stored]):
+        work = Pass(text, level, dict(self._kept), self._loaded, self._vectors)
+        for place in work.needed():
             self._spread(place)
         state = work.begin()
         if self._whole:
@@ -226,9 +215,9 @@ class _Writer:
             valid = min(text.lanes, graph.columns - place)
             values = self._held.setdefault(place, {}) if self._is_short else {}
             state = work.step(Step(at, valid, i % AT_ONCE, values), state)
-        for r, (place, node) in enumerate(reductions):
+        for r, (place, node) in enumerate(work.reductions.items()):
             self._numbers[place] = self._total(node, state[r * AT_ONCE : (r + 1) * AT_ONCE])
-        self._kept.update(zip(stored, state[len(reductions) * AT_ONCE :], strict=True))
+        self._kept.update(zip(work.stored, state[len(work.reductions) * AT_ONCE :], strict=True))
 
     def _loop(self, work: Pass, state: Sequence[str]) -> list[str]:
         """Write the part of a pass that takes blocks of vectors; return what it leaves."""
