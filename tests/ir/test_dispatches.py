@@ -81,6 +81,11 @@ class Soft(torch.nn.Module):
         return torch.softmax(x, -1)
 
 
+class Scaled(torch.nn.Module):
+    def forward(self, x: torch.Tensor, row: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x * row + one, -1)
+
+
 class Rows(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -112,6 +117,12 @@ def test_softmax_is_five_operations_an_element(dtype: torch.dtype, size: int) ->
     assert found.nbytes == 2 * size * 32 * 1504
     if dtype is torch.float32:
         assert found.flops == 32 * 5 * 1504
+
+
+def test_bytes_of_numbers_for_each_row_and_for_all() -> None:
+    (found,) = listed(Scaled(), torch.ones(32, 1504), torch.ones(32, 1), torch.tensor(2.0))
+    assert found.nbytes == 4 * (2 * 32 * 1504 + 32 + 1)
+    assert found.flops == 32 * (5 + 2) * 1504
 
 
 def test_the_arithmetic_of_a_convolution_is_in_one_of_its_programs() -> None:

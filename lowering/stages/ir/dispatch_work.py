@@ -13,7 +13,7 @@ _ITEM = "hal.interface.workgroup.id"
 FLOPS = "npu_iree.flops"  # of a function: those of loops whose steps depend on their place
 LOAD, STORE = "iree_tensor_ext.dispatch.tensor.load", "iree_tensor_ext.dispatch.tensor.store"
 _TENSOR = re.compile(r"\btensor<([\dx]+)x\w+>")  # of known sizes
-_WHOLE = re.compile(r"\btensor<([\dx?]+)x(\w+)>")
+_WHOLE = re.compile(r"\btensor<((?:[\d?]+x)*)(\w+)>")
 # What is no arithmetic in the body of a loop: comparisons, choices, casts, indexing.
 _FREE = ("arith.cmp", "arith.select", "arith.constant", "arith.index", "arith.ext", "arith.trunc")
 _CASTS = ("arith.sitofp", "arith.uitofp", "arith.fptosi", "arith.fptoui", "arith.bitcast")
@@ -39,7 +39,7 @@ def bytes_moved(ops: Sequence[Any]) -> int | None:
 
     None if they depend on dynamic sizes, or on data: of what is indexed, part is read.
     """
-    if any(op.name in _INDEXED for op in ops):
+    if any(map(_is_indexed, ops)):
         return None
     loads, stores = ([op for op in ops if op.name == name] for name in (LOAD, STORE))
     if any(op.name == _ITEM for op in ops):
@@ -50,6 +50,14 @@ def bytes_moved(ops: Sequence[Any]) -> int | None:
         sizes = [_bytes(value.type) for value in moved]
     known = [size for size in sizes if size is not None]
     return sum(known) if known and len(known) == len(sizes) else None
+
+
+def _is_indexed(op: Any) -> bool:
+    """Say whether an op takes part of a tensor that indices choose, or makes such an index."""
+    if op.name != "tensor.extract" or math.prod(op.operands[0].type.shape) != 1:
+        return op.name in _INDEXED
+    users = (use.owner.operation.name for use in op.results[0].uses)
+    return any(name.startswith("arith.index_cast") for name in users)
 
 
 def flops(ops: Sequence[Any]) -> int | None:
@@ -147,7 +155,7 @@ def _bytes_of_whole(value: Any) -> int | None:
     """Return the bytes of a tensor that work items load parts of, or store these to."""
     from iree.compiler import ir
 
-    (kind,) = (f"tensor<{sizes}x{dtype}>" for sizes, dtype in _WHOLE.findall(str(value.type)))
+    (kind,) = (f"tensor<{sizes}{dtype}>" for sizes, dtype in _WHOLE.findall(str(value.type)))
     return _bytes(ir.Type.parse(kind))
 
 
