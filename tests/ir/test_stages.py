@@ -55,9 +55,15 @@ from npu_iree.targets import NPU_LOCAL
 Lower = Callable[..., dict[str, str]]
 
 
-def region_of(function: Callable[..., Any], *args: torch.Tensor, weights: int = 0) -> Region:
-    """The one region of a function; its last `weights` arguments are bound."""
-    graph = make_fx(function, decomposition_table=decomposition_table())(*args)
+def region_of(
+    function: Callable[..., Any], *args: torch.Tensor, weights: int = 0, sizes: str = "fake"
+) -> Region:
+    """The one region of a function; its last `weights` arguments are bound.
+
+    Sizes are those of the arguments ("fake"), or not known ("symbolic").
+    """
+    table = decomposition_table()
+    graph = make_fx(function, decomposition_table=table, tracing_mode=sizes)(*args)
     captured = capture_aot(graph, range(len(args) - weights, len(args)))
     (segment,) = partition(captured, load_capabilities("npu-local.toml")).segments
     return extract_region(segment, captured.weights)
@@ -74,9 +80,9 @@ def lowered(tmp_path: Path) -> Lower:
     """Compile a function and give the dump of each stage by its name."""
 
     def lower(
-        function: Callable[..., Any], *args: torch.Tensor, weights: int = 0
+        function: Callable[..., Any], *args: torch.Tensor, weights: int = 0, sizes: str = "fake"
     ) -> dict[str, str]:
-        region = region_of(function, *args, weights=weights)
+        region = region_of(function, *args, weights=weights, sizes=sizes)
         compile_program(Program.of(region), NPU_LOCAL.compile, dump=tmp_path)
         texts = {s.name: (tmp_path / product_name(s)).read_bytes() for s in STAGES}
         return {name: text.decode(errors="replace") for name, text in texts.items()}
@@ -697,21 +703,31 @@ def test_compilers_say_nothing_on_the_screen(capfd: pytest.CaptureFixture[str]) 
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: torch.softmax(x, -1),
-        lambda x: torch.softmax(x * 2, -1) * x,
-        lambda x: torch.nn.functional.layer_norm(x + 1, x.shape[-1:]),
-        lambda x: x * torch.rsqrt((x * x).mean(-1, keepdim=True)),
-        lambda x: x.amax(-1) + torch.exp(x).sum(-1),
-    ],
-)
+OF_ROWS = [
+    lambda x: torch.softmax(x, -1),
+    lambda x: torch.softmax(x * 2, -1) * x,
+    lambda x: torch.nn.functional.layer_norm(x + 1, x.shape[-1:]),
+    lambda x: x * torch.rsqrt((x * x).mean(-1, keepdim=True)),
+    lambda x: x.amax(-1) + torch.exp(x).sum(-1),
+]
+
+
+@pytest.mark.parametrize("function", OF_ROWS)
 @pytest.mark.parametrize("shape", [(16, 1504), (16, 1500), (80, 197), (1, 768), (64, 5000)])
 def test_what_is_computed_of_rows_is_one_program(
     lowered: Lower, function: Callable[..., Any], shape: tuple[int, int]
 ) -> None:
     flow = lowered(function, torch.zeros(shape))["linalg-to-flow"]
+    assert count("flow.dispatch @", flow) == 1
+    assert count("linalg", flow) == 0
+
+
+@pytest.mark.parametrize("function", OF_ROWS)
+@pytest.mark.parametrize("shape", [(2, 3, 7), (5, 7)])
+def test_rows_of_unknown_sizes_are_one_program(
+    lowered: Lower, function: Callable[..., Any], shape: tuple[int, ...]
+) -> None:
+    flow = lowered(function, torch.zeros(shape), sizes="symbolic")["linalg-to-flow"]
     assert count("flow.dispatch @", flow) == 1
     assert count("linalg", flow) == 0
 

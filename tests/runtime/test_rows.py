@@ -69,6 +69,62 @@ def test_rows(shape: tuple[int, int], dtype: torch.dtype, counts: Counter[str]) 
     assert counts["refused_flags"] == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
+@pytest.mark.parametrize("unknown", [(0,), (1,), (0, 1)], ids=str)
+def test_rows_of_unknown_sizes(
+    unknown: tuple[int, ...], dtype: torch.dtype, counts: Counter[str]
+) -> None:
+    """One compile for all of them."""
+    functions = {**OF_NUMBERS, **(OF_FLOATS if dtype.is_floating_point else {})}
+
+    def all_of_them(*args: torch.Tensor) -> list[Any]:
+        return [function(*args) for function in functions.values()]
+
+    options = {"fallback": "error"}
+    compiled = torch.compile(all_of_them, backend="npu_iree", options=options, dynamic=True)
+    for sizes in [(33, 17), (5, 3), (70, 64), (2, 4100), (300, 257), (9, 40)]:
+        shape = [size if d in unknown else 24 for d, size in enumerate(sizes)]
+        x, y, row, column = matrices(*shape, dtype)
+        for known in {0, 1} - set(unknown):
+            for tensor in (x, y, (row, column)[known]):
+                torch._dynamo.mark_static(tensor, 0 if tensor is column else known)
+        with torch.no_grad():
+            assert_same(compiled(x, y, row, column), all_of_them(x, y, row, column))
+    assert counts["graphs"] == 1
+    assert counts["refused_flags"] == 0
+
+
+@pytest.mark.parametrize("unknown", [(0,), (1,), (0, 1)], ids=str)
+def test_unknown_sizes_may_be_one_or_nothing(
+    unknown: tuple[int, ...], counts: Counter[str]
+) -> None:
+    def function(x: torch.Tensor) -> Any:
+        return torch.softmax(x * 2, -1), torch.log_softmax(x, -1), x.sum(-1), x * x.mean(-1, True)
+
+    compiled = torch.compile(function, backend="npu_iree")
+    for sizes in [(5, 40), (1, 1), (0, 3), (3, 1), (0, 0), (4, 0), (70, 100)]:
+        x, *_ = matrices(*(s if d in unknown else 20 for d, s in enumerate(sizes)), torch.float32)
+        for dimension in unknown:
+            torch._dynamo.decorators.mark_unbacked(x, dimension)
+        with torch.no_grad():
+            assert_same(compiled(x), function(x))
+    assert counts["refused_flags"] == 0
+
+
+def test_attention_of_any_batch_and_length(counts: Counter[str]) -> None:
+    def function(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores = (q @ k.transpose(-1, -2)) / 8 + mask
+        return torch.softmax(scores, -1) @ k
+
+    compiled = torch.compile(function, backend="npu_iree", dynamic=True)
+    for batch, length in [(2, 33), (3, 64), (2, 300)]:
+        q, k = (torch.randn(batch, 4, length, 64) for _ in range(2))
+        mask = torch.where(torch.rand(batch, 1, 1, length) < 0.2, -math.inf, 0.0)
+        assert_same(compiled(q, k, mask), function(q, k, mask))
+    assert counts["graphs"] == 1
+    assert counts["refused_flags"] == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("columns", [8, 100, 1000])
 def test_rows_of_halves(columns: int, dtype: torch.dtype, counts: Counter[str]) -> None:

@@ -180,8 +180,8 @@ class _Program:
         for dispatch in dispatches_of(module, self.executable):
             places = [place_of(dispatch, argument) for argument in own]
             with ir.InsertionPoint(dispatch), dispatch.location:
-                operands = [dispatch.operands[place] for place in places]
-                new = put_dispatch(alone, operands, [sums.type])
+                operands = [(dispatch.operands[place], ()) for place in places]
+                new = put_dispatch(alone, operands, [(sums.type, ())])
             dispatch.operands[places[1]] = new.result
         self.panels.set_type(read)
         set_type(self.function)

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lowering.stages.ir.dispatch_work import FLOPS, LOAD, STORE, walk
+from lowering.stages.ir.dispatch_work import FLOPS, LOAD, STORE, sizes_of, walk
 from lowering.stages.ir.symbols import inside, maker_of, symbol_of
 from lowering.stages.ir.templates import put
 
+# A tensor, or the type of one, and the values of its sizes that are not known.
+Sized = tuple[Any, Sequence[Any]]
 DISPATCH, EXECUTABLE, EXPORT = "flow.dispatch", "flow.executable", "flow.executable.export"
+_TIED = "flow.dispatch.tie_shape"
 # A program that does nothing yet.
 _PROGRAM = """
 flow.executable private @{name} {{
-  flow.executable.export public @{entry} workgroups() -> (index, index, index) {{
+  flow.executable.export public @{entry} workgroups({sizes}) -> (index, index, index) {{
     %x, %y, %z = iree_tensor_ext.dispatch.workgroup_count_from_slice()
     flow.return %x, %y, %z : index, index, index
   }}
@@ -34,7 +37,9 @@ func.func @counts() -> (index, index, index) {{
 """
 
 
-def put_program(name: str, entry: str, arguments: str, attributes: str = "") -> Any:
+def put_program(
+    name: str, entry: str, arguments: str, attributes: str = "", *, unknown: int = 0
+) -> Any:
     """Put a device program that does nothing yet at the insertion point; return it.
 
     Args:
@@ -42,31 +47,46 @@ def put_program(name: str, entry: str, arguments: str, attributes: str = "") -> 
         entry: name of its function.
         arguments: of the function, as MLIR writes them.
         attributes: of the function, as MLIR writes them.
+        unknown: how many sizes say how many work items there are.
     """
     from iree.compiler import ir
 
-    text = _PROGRAM.format(name=name, entry=entry, arguments=arguments, attributes=attributes)
+    sizes = ", ".join(f"%s{i}: index" for i in range(unknown))
+    text = _PROGRAM.format(
+        name=name, entry=entry, sizes=sizes, arguments=arguments, attributes=attributes
+    )
     module = ir.Module.parse(text)  # its ops live as long
     return module.body.operations[0].operation.clone()
 
 
-def put_dispatch(executable: Any, operands: Sequence[Any], results: Sequence[Any]) -> Any:
+def put_dispatch(
+    executable: Any,
+    operands: Sequence[Sized],
+    results: Sequence[Sized],
+    unknown: Sequence[Any] = (),
+) -> Any:
     """Dispatch a device program at the insertion point; return the op.
 
     Args:
         executable: the program.
-        operands: tensors of known sizes.
-        results: types of such tensors.
+        operands: tensors, with their unknown sizes.
+        results: types of tensors, with their unknown sizes.
+        unknown: the sizes that say how many work items there are; the program takes them first.
     """
     from iree.compiler import ir
 
+    taken = [*unknown, *(value for value, _ in operands)]
+    given, made = (
+        [size for _, sizes in tensors for size in sizes] for tensors in (operands, results)
+    )
+    counts = [len(unknown), len(taken), len(given), len(made)]
     return ir.Operation.create(
         DISPATCH,
-        results=results,
-        operands=operands,
+        results=[kind for kind, _ in results],
+        operands=[*unknown, *taken, *given, *made],
         attributes={
             "entry_points": entries_of(executable),
-            "operandSegmentSizes": ir.DenseI32ArrayAttr.get([0, len(operands), 0, 0]),
+            "operandSegmentSizes": ir.DenseI32ArrayAttr.get(counts),
         },
     )
 
@@ -114,6 +134,32 @@ def entry_of(dispatch: Any) -> str:
     return str(entry.value[0])
 
 
+def segments_of(op: Any) -> list[list[Any]]:
+    """Return the operands of an op that has several lists of them: a dispatch, a load, ..."""
+    operands = iter(op.operands)
+    return [[next(operands) for _ in range(n)] for n in op.attributes["operandSegmentSizes"]]
+
+
+def taken_by(dispatch: Any) -> list[Sized]:
+    """Return what a dispatch gives its program."""
+    _, taken, sizes, _ = segments_of(dispatch)
+    return _with_sizes(taken, sizes)
+
+
+def results_of(dispatch: Any) -> list[Sized]:
+    """Return the results of a dispatch."""
+    *_, sizes = segments_of(dispatch)
+    return _with_sizes(list(dispatch.results), sizes)
+
+
+def _with_sizes(values: Sequence[Any], sizes: Sequence[Any]) -> list[Sized]:
+    rest = iter(sizes)
+    unknown = [sizes_of(value.type).count(None) for value in values]
+    return [
+        (value, [next(rest) for _ in range(n)]) for value, n in zip(values, unknown, strict=True)
+    ]
+
+
 def dispatches_of(module: Any, executable: Any) -> list[Any]:
     """Return where a device program is dispatched."""
     name = symbol_of(executable)
@@ -128,22 +174,44 @@ def place_of(dispatch: Any, argument: Any) -> int:
 
 def set_workgroups(executable: Any, counts: Sequence[int]) -> None:
     """Have a device program run as so many work items, in three dimensions."""
+    compute_workgroups(executable, _COUNTS.format(counts=counts))
+
+
+def compute_workgroups(executable: Any, text: str) -> None:
+    """Have a device program run as many work items, in three dimensions, as a function returns.
+
+    Args:
+        executable: the program.
+        text: of a module with the function, which is called with the program's unknown sizes.
+    """
     from iree.compiler import ir
 
     (export,) = inside(executable, EXPORT)
-    *ops, end = export.regions[0].blocks[0].operations
+    (block,) = export.regions[0].blocks
+    *ops, end = block.operations
     with ir.InsertionPoint(end), end.operation.location:
-        for i, count in enumerate(put(_COUNTS.format(counts=counts), [])):
+        for i, count in enumerate(put(text, list(block.arguments))):
             end.operation.operands[i] = count
     for op in reversed(ops):
         op.operation.erase()
 
 
+def argument_of(value: Any) -> Any:
+    """Return the argument of a function that is loaded or stored to, without what sizes it has."""
+    return value.owner.operands[0] if maker_of(value) == _TIED else value
+
+
 def is_at(op: Any, begin: Sequence[int]) -> bool:
-    """Say whether a load or a store begins there, and has all numbers up to where it ends."""
-    is_known = len(op.operands) == (2 if op.name == STORE else 1)
-    offsets, steps = (list(op.attributes[f"static_{name}"]) for name in ("offsets", "strides"))
-    return is_known and offsets == list(begin) and set(steps) <= {1}
+    """Say whether a load or store of known sizes begins there, and has all up to its end."""
+    *_, whole, _, _, _ = segments_of(op)
+    return not whole and _is_from(op, begin)
+
+
+def _is_from(op: Any, begin: Sequence[int]) -> bool:
+    *_, whole, offsets, sizes, steps = segments_of(op)
+    begins, apart = (list(op.attributes[f"static_{name}"]) for name in ("offsets", "strides"))
+    is_known = not (offsets or steps) and sizes == whole
+    return is_known and begins == list(begin) and set(apart) <= {1}
 
 
 def is_loaded(value: Any) -> bool:
@@ -153,6 +221,6 @@ def is_loaded(value: Any) -> bool:
 
 def is_whole(op: Any) -> bool:
     """Say whether a load or a store is of all that the argument has, in its shape."""
-    value, argument = op.operands if op.name == STORE else (op.results[0], op.operands[0])
+    value, argument = op.operands[:2] if op.name == STORE else (op.results[0], op.operands[0])
     is_all = str(argument.type).endswith(f":{value.type}>")
-    return is_all and is_at(op, [0] * len(value.type.shape))
+    return is_all and _is_from(op, [0] * len(value.type.shape))

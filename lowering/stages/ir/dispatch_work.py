@@ -9,6 +9,7 @@ from typing import Any
 
 from lowering.stages.ir.structured import inputs_of, is_elementwise
 
+_LOOP = "scf.for"
 _ITEM = "hal.interface.workgroup.id"
 FLOPS = "npu_iree.flops"  # of a function: those of loops whose steps depend on their place
 LOAD, STORE = "iree_tensor_ext.dispatch.tensor.load", "iree_tensor_ext.dispatch.tensor.store"
@@ -69,6 +70,8 @@ def flops(ops: Sequence[Any]) -> int | None:
         ops: a function, and all in it.
     """
     told = ops[0].attributes[FLOPS].value if FLOPS in ops[0].attributes else None
+    if told is None and any(op.name == _LOOP for op in ops):
+        return None
     counts = [_flops(op) for op in ops if told is None or not _is_sum(op)]
     known = [count for count in counts if count is not None]
     if len(known) < len(counts):

@@ -102,6 +102,7 @@ def floats(*shape: int) -> str:
     return tensor(shape, "f32")
 
 
-def tensor(shape: Iterable[int], dtype: str) -> str:
-    """Write the type of a tensor, of a dtype by its name in MLIR."""
-    return f"tensor<{''.join(f'{size}x' for size in shape)}{dtype}>"
+def tensor(shape: Iterable[int | None], dtype: str) -> str:
+    """Write the type of a tensor, of a dtype by its name in MLIR; None: a size is not known."""
+    sizes = ("?" if size is None else size for size in shape)
+    return f"tensor<{''.join(f'{size}x' for size in sizes)}{dtype}>"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 # Ops that cost no more than to load what they make.
@@ -23,17 +23,18 @@ _MOST_CHEAP = 4  # of these, one after the other
 
 
 class Access(enum.Enum):
-    """Which dimensions a tensor has: rows and columns, one of them, or none."""
+    """Which dimensions a tensor has: rows and columns, one of them, or none; or it is a number."""
 
     LINE = enum.auto()
     ROW = enum.auto()
     COLUMN = enum.auto()
     ONE = enum.auto()
+    NUMBER = enum.auto()
 
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor that is loaded or stored."""
+    """A tensor that is loaded or stored, or a number that is taken."""
 
     access: Access
     dtype: str
@@ -114,14 +115,14 @@ class RowGraph:
     A node is known by its place; equal nodes are one.
 
     Attributes:
-        rows, columns: how many rows, of how many numbers.
+        rows, columns: how many rows, of how many numbers; None: it is known when it is run.
         nodes: each after those that it reads.
         levels: of the nodes: which pass over the row may be the first that reads one. What depends
             on a reduction comes after the pass that the reduction takes.
     """
 
-    rows: int
-    columns: int
+    rows: int | None
+    columns: int | None
     nodes: list[Node] = field(default_factory=list)
     levels: list[int] = field(default_factory=list)
     _lines: list[bool] = field(default_factory=list)
@@ -152,6 +153,19 @@ class RowGraph:
         """Say whether a node differs along a row."""
         return self._lines[place]
 
+    def sizes_of(self, access: Access) -> list[tuple[str, int | None]]:
+        """Return the dimensions of a tensor: what they are called here, and their sizes."""
+        rows, columns = ("rows", self.rows), ("columns", self.columns)
+        return {
+            Access.LINE: [rows, columns],
+            Access.ROW: [rows],
+            Access.COLUMN: [columns],
+        }.get(access, [])
+
+    def unknown(self, access: Access = Access.LINE) -> list[str]:
+        """Return the dimensions of a tensor that are known when it is run."""
+        return [name for name, size in self.sizes_of(access) if size is None]
+
     def source_of(self, value: Value) -> Source:
         """Return what a tensor is that holds a value."""
         return Source(value.access, self.nodes[value.node].dtype)
@@ -162,35 +176,58 @@ class RowGraph:
             if isinstance(node, Reduce):
                 yield place, node
 
-    def kept(self, outputs: Sequence[int], most: int) -> list[int]:
+    def kept(self, outputs: Sequence[int], most: int) -> dict[int, int]:
         """Return what is stored when it is computed, because a later pass reads it.
 
         Args:
             outputs: what is stored in any case.
             most: bytes of what is stored for that alone; beyond it, nodes are computed again.
+
+        Returns:
+            Nodes -> whose tensor they lie in: their own, or that of an output which is stored over
+            them, number by number, by the last pass that reads them.
         """
-        found = list(dict.fromkeys(outputs))
+        found, free = {place: place for place in outputs}, list(dict.fromkeys(outputs))
+        read, needed = self._last_passes(again=False), self._last_passes(again=True)
         for place, node in enumerate(self.nodes):
             if place in found or not (isinstance(node, Compute) and self.is_line(place)):
                 continue
-            is_late = self._last_read(place) > self.levels[place]
-            if is_late and node.dtype != "i1" and self._cost(place, found) is None:
-                nbytes = self.columns * max(1, int(node.dtype.lstrip("bfi")) // 8)
-                if nbytes <= most:
-                    found.append(place)
-                    most -= nbytes
+            is_late = read[place] > self.levels[place]
+            if not is_late or node.dtype == "i1" or self._cost(place, found) is not None:
+                continue
+            over = [
+                output
+                for output in free
+                if self.nodes[output].dtype == node.dtype
+                and self.levels[place] < self.levels[output]
+                and needed[place] <= self.levels[output]
+            ]
+            width = max(1, int(node.dtype.lstrip("bfi")) // 8)
+            if over:
+                found[place] = over[0]
+                free.remove(over[0])
+            elif self.columns is not None and self.columns * width <= most:
+                found[place] = place
+                most -= self.columns * width
         return found
 
-    def _last_read(self, place: int) -> int:
-        """Return the last pass in which a node is read by another."""
-        reads = [
-            self.levels[user] - isinstance(node, Reduce)
-            for user, node in enumerate(self.nodes)
-            if place in operands_of(node)
-        ]
-        return max(reads, default=0)
+    def _last_passes(self, *, again: bool) -> list[int]:
+        """Return the last pass in which each node is read by another.
 
-    def _cost(self, place: int, kept: Sequence[int]) -> int | None:
+        Args:
+            again: also to compute others again, in any pass that reads these.
+        """
+        last = [0] * len(self.nodes)
+        for user in reversed(range(len(self.nodes))):
+            node = self.nodes[user]
+            reads = self.levels[user] - isinstance(node, Reduce)
+            if again and not isinstance(node, Reduce):
+                reads = max(reads, last[user])
+            for place in operands_of(node):
+                last[place] = max(last[place], reads)
+        return last
+
+    def _cost(self, place: int, kept: Collection[int]) -> int | None:
         """Return how many ops compute a node again; None: more than it is worth."""
         node = self.nodes[place]
         if place in kept or not isinstance(node, Compute) or not self.is_line(place):

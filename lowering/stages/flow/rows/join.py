@@ -5,34 +5,32 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from lowering.cpu import best_for
-from lowering.stages.flow.rows.graph import Load, RowGraph, Source, Value
+from lowering.stages.flow.rows.graph import Access, Load, RowGraph, Source, Value
 from lowering.stages.flow.rows.program import RowProgram
-from lowering.stages.flow.rows.read import read, shape_of_rows
+from lowering.stages.flow.rows.read import Shape, read, shape_of_rows
 from lowering.stages.ir.device_programs import (
     DISPATCH,
     EXECUTABLE,
+    Sized,
     entry_of,
     functions_of,
     put_dispatch,
+    results_of,
+    taken_by,
 )
 from lowering.stages.ir.dispatch_work import made_by, walk
+from lowering.stages.ir.sizes import product
 from lowering.stages.ir.symbols import inside, maker_of, symbol_of
-from lowering.stages.ir.templates import put
 
 _LANES = {frozenset({"avx512f"}): 16, frozenset[str](): 8}  # numbers of a vector
 # Rows that keep all threads busy; of fewer, what computes number by number is joined if it is few.
 _MANY_ROWS, _FEW_NUMBERS = 64, 1 << 16
 _RESHAPE = "flow.tensor.reshape"
 _PLAIN = frozenset({"entry_points", "operandSegmentSizes", "tied_operands"})  # of a dispatch
-_RESHAPED = """
-util.func private @reshaped(%x: {given}) -> {wanted} {{
-  %y = flow.tensor.reshape %x : {given} -> {wanted}
-  util.return %y : {wanted}
-}}
-"""
 
 
 def join_rows(module: Any, features: Collection[str]) -> None:
@@ -74,13 +72,12 @@ class _Member:
 
     @classmethod
     def of(cls, op: Any, place: int, executables: Mapping[str, Any]) -> _Member | None:
-        """Take a dispatch of a program of one block, of tensors of known sizes."""
+        """Take a dispatch of a program of one block, of tensors and their sizes."""
         if op.name != DISPATCH or len(made_by(op)) < len(op.results):
             return None
         if len(op.attributes["entry_points"]) != 1:
             return None
-        workload, _, *sizes = op.attributes["operandSegmentSizes"]
-        if workload or any(sizes) or not _PLAIN.issuperset(op.attributes):
+        if not _PLAIN.issuperset(op.attributes):
             return None
         executable = executables.get(entry_of(op))
         functions = functions_of(executable) if executable is not None else []
@@ -88,15 +85,25 @@ class _Member:
         if (
             len(functions) != 1
             or len(blocks) != 1
-            or len(blocks[0].arguments) != len(op.operands) + len(op.results)
+            or len(blocks[0].arguments) != len(taken_by(op)) + len(op.results)
         ):
             return None
         return cls(op, executable, functions[0], place)
 
     @property
+    def given(self) -> list[Any]:
+        """What it takes: tensors, and sizes."""
+        return [value for value, _ in taken_by(self.dispatch)]
+
+    @property
     def roots(self) -> list[Any]:
         """What it takes, before it was reshaped."""
-        return [_root(operand) for operand in self.dispatch.operands]
+        return [_root(value) for value in self.given]
+
+    @property
+    def shape(self) -> Shape | None:
+        """How many rows of how many numbers it reduces; None if it does not."""
+        return shape_of_rows(self.function, self.given)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,14 +119,15 @@ class _Group:
     members: tuple[_Member, ...] = ()
 
     @classmethod
-    def of(cls, rows: int, columns: int) -> _Group:
+    def of(cls, shape: Shape) -> _Group:
         """Begin with none."""
-        return cls(_Reading(RowGraph(rows, columns)))
+        rows, columns = shape
+        return cls(_Reading(shape, RowGraph(rows.number, columns.number)))
 
     @property
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> Shape:
         """How many rows, of how many numbers."""
-        return self.reading.graph.rows, self.reading.graph.columns
+        return self.reading.shape
 
     def makes_any(self, values: Collection[Any]) -> bool:
         """Say whether a member makes one of some values."""
@@ -135,10 +143,11 @@ class _Group:
         return group if group._program().can_run(lanes) else None
 
     def _has_many_rows(self) -> bool:
-        """Say whether there are rows for all threads, or too few numbers for that to matter."""
-        rows, columns = self.shape
-        is_many = rows >= _MANY_ROWS or rows * columns <= _FEW_NUMBERS
-        return is_many or all(shape_of_rows(member.function) for member in self.members)
+        """Say whether there may be rows for all threads, or numbers too few for that to matter."""
+        rows, numbers = self.shape[0].number, product(self.shape).number
+        is_many = rows is None or rows >= _MANY_ROWS
+        is_few = numbers is not None and numbers <= _FEW_NUMBERS
+        return is_many or is_few or all(member.shape for member in self.members)
 
     def _can_run_last(self) -> bool:
         """Say whether nothing before the last member needs what one of them makes."""
@@ -189,14 +198,17 @@ class _Group:
                 written[key] = program.put(name, functions, lanes)
         location = ir.Location.fused([member.dispatch.location for member in self.members])
         with ir.InsertionPoint(last.dispatch), location:
-            places = self.reading.sources.values()
+            dimensions = zip(program.graph.sizes_of(Access.LINE), self.shape, strict=True)
+            sizes = {name: size.put() for (name, known), size in dimensions if known is None}
+            places, taken = self.reading.sources.values(), program.taken(sizes)
             operands = [
-                _reshaped(dispatch.operands[i], kind)
-                for (dispatch, i), kind in zip(places, program.taken(), strict=True)
+                _reshaped(taken_by(dispatch)[i], kind)
+                for (dispatch, i), kind in zip(places, taken, strict=True)
             ]
-            new = put_dispatch(written[key], operands, program.made())
-            for value, made in zip(self._outputs(), new.results, strict=True):
-                whole = _reshaped(made, value.type)
+            new = put_dispatch(written[key], operands, program.made(sizes), list(sizes.values()))
+            results = dict(chain.from_iterable(results_of(m.dispatch) for m in self.members))
+            for value, made in zip(self._outputs(), results_of(new), strict=True):
+                whole, _ = _reshaped(made, (value.type, results[value]))
                 _move_reshapes(value, last.dispatch)
                 value.replace_all_uses_with(whole)
         for member in reversed(self.members):
@@ -210,23 +222,26 @@ class _Reading:
     """What is read of the members of a group, one after the other.
 
     Attributes:
+        shape: how many rows, of how many numbers.
         graph: what they compute.
         made: what their results hold.
         sources: what they load, and how -> the dispatch that takes it, as which operand.
     """
 
+    shape: Shape
     graph: RowGraph
     made: dict[Any, Value] = field(default_factory=dict)
     sources: dict[tuple[Any, Source], tuple[Any, int]] = field(default_factory=dict)
 
     def copy(self) -> _Reading:
         """Return it, to read more."""
-        return _Reading(self.graph.copy(), dict(self.made), dict(self.sources))
+        return _Reading(self.shape, self.graph.copy(), dict(self.made), dict(self.sources))
 
     def take(self, member: _Member) -> bool:
         """Read a member; say whether it computes rows of the graph, and no more."""
         roots = member.roots
-        stored = read(member.function, self.graph, partial(self._load, member.dispatch, roots))
+        load = partial(self._load, member.dispatch, roots)
+        stored = read(member.function, member.given, self.shape, self.graph, load)
         results = dict(enumerate(member.dispatch.results, len(roots)))
         if stored is None or stored.keys() != results.keys():
             return False
@@ -251,14 +266,14 @@ def _groups(block: Any, executables: Mapping[str, Any], lanes: int) -> list[_Gro
         member = _Member.of(op.operation, place, executables)
         if member is None or _add(member, found, lanes):
             continue
-        shape = shape_of_rows(member.function)
+        shape = member.shape
         if shape is None:
             alone.update(dict.fromkeys(member.dispatch.results, member))
             continue
         roots = member.roots
         makers = {other.dispatch: other for value, other in alone.items() if value in roots}
         before = list(makers.values())
-        empty = _Group.of(*shape)
+        empty = _Group.of(shape)
         group = empty.with_members([*before, member], lanes)
         group = group or empty.with_members([member], lanes)
         if group is not None:
@@ -285,7 +300,7 @@ def _add(member: _Member, groups: list[_Group], lanes: int) -> bool:
         else:
             members = [other for group in chosen for other in group.members]
             members.sort(key=lambda other: other.place)
-            grown = _Group.of(*chosen[0].shape).with_members([*members, member], lanes)
+            grown = _Group.of(chosen[0].shape).with_members([*members, member], lanes)
         if grown is not None:
             groups[:] = [*(group for group in groups if group not in chosen), grown]
             return True
@@ -299,12 +314,21 @@ def _root(value: Any) -> Any:
     return value
 
 
-def _reshaped(value: Any, kind: Any) -> Any:
-    """Reshape a value to a type, at the insertion point."""
-    if value.type == kind:
-        return value
-    (reshaped,) = put(_RESHAPED.format(given=value.type, wanted=kind), [value])
-    return reshaped
+def _reshaped(given: Sized, wanted: Sized) -> Sized:
+    """Reshape a tensor to a type, at the insertion point."""
+    from iree.compiler import ir
+
+    (value, sizes), (kind, new_sizes) = given, wanted
+    if value.type == kind and list(sizes) == list(new_sizes):
+        return given
+    segments = ir.DenseI32ArrayAttr.get([1, len(sizes), len(new_sizes)])
+    reshape = ir.Operation.create(
+        _RESHAPE,
+        results=[kind],
+        operands=[value, *sizes, *new_sizes],
+        attributes={"operandSegmentSizes": segments},
+    )
+    return reshape.result, new_sizes
 
 
 def _move_reshapes(value: Any, before: Any) -> None:

@@ -18,13 +18,13 @@ class Step:
 
     Attributes:
         place: of its first number, as a value.
-        valid: numbers of it that are in the row.
+        mask: which of its numbers are in the row, as a value; None: all.
         slot: which of the accumulators it goes to.
         values: what there is of it: node -> its vector.
     """
 
     place: str
-    valid: int
+    mask: str | None
     slot: int
     values: dict[int, str]
 
@@ -37,6 +37,7 @@ class Pass:
         text: gets the ops.
         level: of the pass.
         kept: nodes that a pass stores -> tensors; they are read by passes of higher levels.
+        under: nodes that this pass stores -> those that lie there until then.
         loaded: arguments -> tensors.
         vectors: what is one number of the row -> vectors of it.
     """
@@ -44,6 +45,7 @@ class Pass:
     text: Text
     level: int
     kept: Mapping[int, str]
+    under: Mapping[int, int]
     loaded: Mapping[int, str]
     vectors: Mapping[int, str]
 
@@ -75,12 +77,15 @@ class Pass:
 
     def step(self, step: Step, before: Sequence[str]) -> list[str]:
         """Write what is done to one vector; return what it leaves."""
-        text, after = self.text, list(before)
+        text, after, sums = self.text, list(before), len(self.reductions) * AT_ONCE
+        for i, place in enumerate(self.stored, sums):
+            if (old := self.under.get(place)) is not None:
+                step.values[old] = self._read(before[i], self._graph.nodes[old].dtype, step)
         for r, node in enumerate(self.reductions.values()):
             slot = r * AT_ONCE + step.slot
             value = self._masked(self._value(node.operand, step), node, step)
             after[slot] = text.combine(node, value, after[slot], of_vectors=True)
-        for i, place in enumerate(self.stored, len(self.reductions) * AT_ONCE):
+        for i, place in enumerate(self.stored, sums):
             value, dtype = self._value(place, step), self._graph.nodes[place].dtype
             after[i] = text.say(
                 f"vector.transfer_write {value}, {after[i]}[{step.place}] "
@@ -108,12 +113,10 @@ class Pass:
     def _masked(self, value: str, node: Reduce, step: Step) -> str:
         """Write a vector that has nothing where it is beyond the end of the row."""
         text = self.text
-        if step.valid == text.lanes:
+        if step.mask is None:
             return value
-        bits = ", ".join("true" if i < step.valid else "false" for i in range(text.lanes))
-        mask, nothing = text.vector_of(f"[{bits}]", "i1"), text.neutral(node)
         kinds = f"{text.vector('i1')}, {text.vector(node.dtype)}"
-        return text.say(f"arith.select {mask}, {value}, {nothing} : {kinds}")
+        return text.say(f"arith.select {step.mask}, {value}, {text.neutral(node)} : {kinds}")
 
     def _value(self, place: int, step: Step) -> str:
         """Write what a vector of a node is, if it is not there."""
@@ -141,4 +144,4 @@ class Pass:
         )
 
     def _bounds(self, step: Step) -> str:
-        return f"{{in_bounds = [{'true' if step.valid == self.text.lanes else 'false'}]}}"
+        return f"{{in_bounds = [{'true' if step.mask is None else 'false'}]}}"

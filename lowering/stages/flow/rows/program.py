@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowering.stages.flow.rows.graph import RowGraph, Source, Value
-from lowering.stages.flow.rows.write import arguments_of, kind_of, rows_of_item, write
+from lowering.stages.flow.rows.graph import Access, RowGraph, Source, Value
+from lowering.stages.flow.rows.signature import arguments_of, kind_of, write_counts
+from lowering.stages.flow.rows.write import write
 from lowering.stages.ir.device_programs import (
+    Sized,
+    compute_workgroups,
     functions_of,
     put_program,
-    set_workgroups,
     tell_flops,
 )
 from lowering.stages.ir.dispatch_work import flops, walk
@@ -50,20 +52,31 @@ class RowProgram:
         """
         graph, count = self.graph, len(self.sources) + len(self.outputs)
         is_small = count <= MOST_BINDINGS and len(graph.nodes) <= _MOST_NODES
-        return is_small and graph.rows > 0 and graph.columns * 2 >= lanes
+        are_long = graph.columns is None or graph.columns * 2 >= lanes
+        return is_small and graph.rows != 0 and are_long
 
-    def taken(self) -> list[Any]:
-        """Return the types of what it loads."""
-        return self._types(self.sources)
+    def taken(self, sizes: Mapping[str, Any]) -> list[Sized]:
+        """Return the types of what it loads.
 
-    def made(self) -> list[Any]:
+        Args:
+            sizes: the dimensions that are not known -> values.
+        """
+        return self._types(self.sources, sizes)
+
+    def made(self, sizes: Mapping[str, Any]) -> list[Sized]:
         """Return the types of what it stores."""
-        return self._types([self.graph.source_of(value) for value in self.outputs])
+        return self._types([self.graph.source_of(value) for value in self.outputs], sizes)
 
-    def _types(self, sources: Sequence[Source]) -> list[Any]:
+    def _types(self, sources: Sequence[Source], sizes: Mapping[str, Any]) -> list[Sized]:
         from iree.compiler import ir
 
-        return [ir.Type.parse(kind_of(self.graph, source)) for source in sources]
+        return [
+            (
+                ir.Type.parse(kind_of(self.graph, source)),
+                [sizes[name] for name in self.graph.unknown(source.access)],
+            )
+            for source in sources
+        ]
 
     def put(self, name: str, functions: Sequence[Any], lanes: int) -> Any:
         """Put it at the insertion point; return the executable.
@@ -78,8 +91,9 @@ class RowProgram:
 
         graph = self.graph
         arguments = arguments_of(graph, self.sources, self.outputs)
-        entry = f"{name}_{graph.rows}x{graph.columns}"
-        executable = put_program(name, entry, arguments, _PIPELINE)
+        sizes = (size if size is not None else "D" for _, size in graph.sizes_of(Access.LINE))
+        entry = f"{name}_{'x'.join(map(str, sizes))}"
+        executable = put_program(name, entry, arguments, _PIPELINE, unknown=len(graph.unknown()))
         (function,) = functions_of(executable)
         (block,) = function.regions[0].blocks
         (end,) = block.operations
@@ -87,6 +101,8 @@ class RowProgram:
         places = [op.location for of_one in ops for op in of_one]
         with ir.InsertionPoint(end), ir.Location.fused(places):
             put(write(graph, self.sources, self.outputs, lanes), list(block.arguments))
-        tell_flops(function, sum(flops(of_one) or 0 for of_one in ops))
-        set_workgroups(executable, [-(-graph.rows // rows_of_item(graph)), 1, 1])
+        counts = [count for count in map(flops, ops) if count is not None]
+        if len(counts) == len(ops):
+            tell_flops(function, sum(counts))
+        compute_workgroups(executable, write_counts(graph))
         return executable

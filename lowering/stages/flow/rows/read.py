@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +16,9 @@ from lowering.stages.flow.rows.graph import (
     Source,
     Value,
 )
-from lowering.stages.ir.device_programs import is_whole
+from lowering.stages.ir.device_programs import argument_of, is_whole
 from lowering.stages.ir.dispatch_work import LOAD, STORE
+from lowering.stages.ir.sizes import Size, product, sizes_in
 from lowering.stages.ir.structured import inputs_of
 from lowering.stages.ir.symbols import maker_of
 
@@ -30,30 +30,41 @@ _OF_HALVES = frozenset({"arith.extf", "arith.truncf", "arith.select"})
 _DIVISIONS = ("divsi", "divui", "remsi", "remui", "ceildiv", "floordiv")
 _TRAPS = ("math.ipowi", *(f"arith.{op}" for op in _DIVISIONS))
 _SOFTMAX = "linalg.softmax"
-_FREE = frozenset({"arith.constant", "tensor.empty", "func.return", LOAD})
+_FREE = frozenset({"arith.constant", "tensor.empty", "func.return"})
+_TELLS_SIZES = frozenset({"iree_tensor_ext.dispatch.workload.ordinal", "flow.dispatch.tie_shape"})
 
-
+Shape = tuple[Size, Size]  # how many rows, of how many numbers
 Loader = Callable[[int, Source], int | None]
 
 
-def shape_of_rows(function: Any) -> tuple[int, int] | None:
-    """Return how many rows of how many numbers a function reduces; None if it does not."""
+def shape_of_rows(function: Any, given: Sequence[Any]) -> Shape | None:
+    """Return how many rows of how many numbers a function reduces; None if it does not.
+
+    Args:
+        function: of a device program.
+        given: what that is dispatched with.
+    """
     for op in function.regions[0].blocks[0].operations:
-        name = op.operation.name
+        name, sizes = op.operation.name, None
         if name == "linalg.generic" and "reduction" in str(op.attributes["iterator_types"]):
-            *rows, columns = _sizes(op)
-            return math.prod(rows), columns
-        if name == _SOFTMAX:
-            *rows, columns = op.operands[0].type.shape
-            return math.prod(rows), columns
+            sizes = _sizes(op, given)
+        elif name == _SOFTMAX:
+            sizes = sizes_in(op.operands[0], given)
+        if sizes is not None:
+            *rows, columns = sizes
+            return product(rows), columns
     return None
 
 
-def read(function: Any, graph: RowGraph, load: Loader) -> dict[int, Value] | None:
+def read(
+    function: Any, given: Sequence[Any], shape: Shape, graph: RowGraph, load: Loader
+) -> dict[int, Value] | None:
     """Add what a function computes to a graph.
 
     Args:
         function: one block; it loads and stores whole tensors.
+        given: what it is dispatched with.
+        shape: of the rows.
         graph: gets the nodes.
         load: returns the node that an argument is, read so; None if it is another tensor.
 
@@ -61,8 +72,9 @@ def read(function: Any, graph: RowGraph, load: Loader) -> dict[int, Value] | Non
         What is stored, by the arguments that it is stored to; None: the function does more than to
         compute row by row, or not of rows as the graph has. The graph may then have some nodes.
     """
-    reader = _Reader(graph, load)
-    for op in function.regions[0].blocks[0].operations:
+    (block,) = function.regions[0].blocks
+    reader = _Reader(graph, given, *shape, load, list(block.arguments))
+    for op in block.operations:
         if not reader.take(op.operation):
             return None
     return reader.stored
@@ -71,7 +83,11 @@ def read(function: Any, graph: RowGraph, load: Loader) -> dict[int, Value] | Non
 @dataclass
 class _Reader:
     graph: RowGraph
+    given: Sequence[Any]
+    rows: Size
+    columns: Size
     load: Loader
+    arguments: Sequence[Any]
     stored: dict[int, Value] = field(default_factory=dict)
     _values: dict[Any, Value] = field(default_factory=dict)
     _fills: dict[Any, int] = field(default_factory=dict)
@@ -80,7 +96,7 @@ class _Reader:
         """Add what an op computes; say whether it could be."""
         if op.name == LOAD:
             return is_whole(op) and _is_plain(op.results[0].type)
-        if op.name in _FREE:
+        if op.name in _FREE or op.name in _TELLS_SIZES:
             return True
         if op.name == "linalg.fill":
             return self._take_fill(op)
@@ -100,14 +116,13 @@ class _Reader:
         value, target = op.operands[0], op.operands[1]
         if value not in self._values or not is_whole(op):
             return False
-        self.stored[target.arg_number] = self._values[value]
+        self.stored[argument_of(target).arg_number] = self._values[value]
         return str(value.type.element_type) in DTYPES
 
     def _take_softmax(self, op: Any) -> bool:
-        kind = op.operands[0].type
-        *rows, columns = kind.shape
-        is_last = op.attributes["dimension"].value == len(rows)
-        if not (is_last and str(kind.element_type) == "f32" and self._fits(rows, columns)):
+        kind, sizes = op.operands[0].type, sizes_in(op.operands[0], self.given)
+        is_last = op.attributes["dimension"].value == kind.rank - 1
+        if not (is_last and str(kind.element_type) == "f32" and self._fits(sizes)):
             return False
         x = self._read(op.operands[0], Access.LINE)
         if x is None:
@@ -127,15 +142,15 @@ class _Reader:
 
     def _take_generic(self, op: Any) -> bool:
         kinds = ["reduction" in str(kind) for kind in op.attributes["iterator_types"]]
-        sizes, maps = _sizes(op), [m for m in _maps(op) if m is not None]
-        if any(kinds[:-1]) or len(maps) < len(op.operands):
+        sizes, maps = _sizes(op, self.given), [m for m in _maps(op) if m is not None]
+        if sizes is None or any(kinds[:-1]) or len(maps) < len(op.operands):
             return False
         is_reduction, made = bool(kinds) and kinds[-1], maps[len(inputs_of(op)) :]
         loops = list(range(len(sizes)))
         result = self._access(loops, sizes) if not is_reduction else Access.ROW
         if result is None or any(m != (loops[:-1] if is_reduction else loops) for m in made):
             return False
-        if is_reduction and not self._fits(sizes[:-1], sizes[-1]):
+        if is_reduction and not self._fits(sizes):
             return False
         nodes = list[int]()
         for value, loops_of_value in zip(inputs_of(op), maps, strict=False):
@@ -151,10 +166,13 @@ class _Reader:
             self._values[value] = Value(node, result)
         return True
 
-    def _fits(self, rows: Sequence[int], columns: int) -> bool:
-        return (math.prod(rows), columns) == (self.graph.rows, self.graph.columns)
+    def _fits(self, sizes: Sequence[Size] | None) -> bool:
+        if not sizes:
+            return False
+        *rows, columns = sizes
+        return (product(rows), columns) == (self.rows, self.columns)
 
-    def _access(self, read: Sequence[int], sizes: Sequence[int]) -> Access | None:
+    def _access(self, read: Sequence[int], sizes: Sequence[Size]) -> Access | None:
         """Return what a tensor is that some loops go over; None if it is none of these.
 
         If there is one row, all tensors are of rows: IREE drops dimensions of one.
@@ -163,15 +181,15 @@ class _Reader:
             read: the loops, of its dimensions.
             sizes: of all loops.
         """
-        loops, count = list(range(len(sizes))), math.prod(sizes)
-        is_line = count == self.graph.rows * self.graph.columns
-        if not is_line and count != self.graph.rows:
+        loops, count = list(range(len(sizes))), product(sizes)
+        is_line = count == product((self.rows, self.columns))
+        if not is_line and count != self.rows:
             return None
         if not read:
             return Access.ROW if self.graph.rows == 1 else Access.ONE
         if list(read) == loops:
             return Access.LINE if is_line else Access.ROW
-        if not is_line or sizes[-1] != self.graph.columns:
+        if not is_line or sizes[-1] != self.columns:
             return None
         if list(read) == loops[:-1]:
             return Access.ROW
@@ -184,7 +202,7 @@ class _Reader:
         if value in self._fills:
             return self._fills[value]
         if maker_of(value) == LOAD:
-            argument = value.owner.operands[0].arg_number
+            argument = argument_of(value.owner.operands[0]).arg_number
             return self.load(argument, Source(access, str(value.type.element_type)))
         held = self._values.get(value)
         return held.node if held is not None and held.access is access else None
@@ -253,6 +271,9 @@ class _Reader:
     def _number(self, value: Any, values: Mapping[Any, int]) -> int | None:
         if value in values:
             return values[value]
+        if value in self.arguments:
+            place, dtype = self.arguments.index(value), str(value.type)
+            return self.load(place, Source(Access.NUMBER, dtype)) if dtype in DTYPES else None
         return self._constant(value) if maker_of(value) == "arith.constant" else None
 
     def _constant(self, value: Any) -> int:
@@ -265,19 +286,23 @@ def _attributes(op: Any) -> str:
 
 
 def _is_plain(kind: Any) -> bool:
-    """Say whether a tensor has known sizes, lies as it is written, and has numbers of a dtype."""
-    is_static = all(not kind.is_dynamic_dim(d) for d in range(kind.rank))
-    return is_static and kind.encoding is None and str(kind.element_type) in DTYPES
+    """Say whether a tensor lies as it is written, and has numbers of a dtype."""
+    return kind.encoding is None and str(kind.element_type) in DTYPES
 
 
-def _sizes(op: Any) -> list[int]:
-    """Return the sizes of the loops of a `linalg.generic`; 0 where none of its maps tells."""
-    sizes = dict[int, int]()
-    maps = _maps(op)
-    for value, read in zip(op.operands, maps, strict=True):
-        for loop, size in zip(read or (), value.type.shape if read else (), strict=True):
-            sizes[loop] = size
-    return [sizes.get(loop, 0) for loop in range(len(op.attributes["iterator_types"]))]
+def _sizes(op: Any, given: Sequence[Any]) -> list[Size] | None:
+    """Return the sizes of the loops of a `linalg.generic`; None if they are not known to the host.
+
+    What an op makes tells them first: sizes that the host knows to be one may be two values.
+    """
+    sizes = dict[int, Size]()
+    for value, loops in reversed(list(zip(op.operands, _maps(op), strict=True))):
+        of_value = sizes_in(value, given) if loops else []
+        if of_value is None:
+            return None
+        for loop, size in zip(loops or (), of_value, strict=True):
+            sizes.setdefault(loop, size)
+    return [sizes.get(loop, Size(0)) for loop in range(len(op.attributes["iterator_types"]))]
 
 
 def _maps(op: Any) -> list[list[int] | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lowering.stages.flow.rows.combiners import COMBINERS
@@ -17,23 +17,26 @@ from lowering.stages.flow.rows.graph import (
     Value,
 )
 from lowering.stages.flow.rows.passes import AT_ONCE, Pass, Step
+from lowering.stages.flow.rows.signature import (
+    argument_type,
+    arguments_of,
+    tensors_of,
+    write_sizes,
+)
 from lowering.stages.flow.rows.text import Text
 from lowering.stages.ir.templates import tensor
 
 _SHORT = 16  # vectors of a row that is computed without a loop, and stays in registers
 _STACK = 16 << 10  # bytes of a row that a program keeps; IREE gives it 32 KB or more
-_ITEM = 4096  # numbers of a work item, if a row has fewer
 _FUNCTION = """
 func.func @rows({arguments}) {{
-  %first = arith.constant 0 : index
-  %step = arith.constant 1 : index
-  %block = arith.constant {block} : index
-  %blocks = arith.constant {blocks} : index
   %item = flow.dispatch.workgroup.id[0] : index
-  %begin = affine.apply affine_map<(d0) -> (d0 * {rows_of_item})>(%item)
-  %end = affine.min affine_map<(d0) -> (d0 * {rows_of_item} + {rows_of_item}, {rows})>(%item)
+{sizes}
+  %begin = arith.muli %item, %some : index
+  %ahead = arith.addi %begin, %some : index
+  %end = arith.minui %ahead, %rows : index
 {before}
-  scf.for %row = %begin to %end step %step {{
+  scf.for %row = %begin to %end step %one {{
 {body}
   }}
   return
@@ -41,44 +44,20 @@ func.func @rows({arguments}) {{
 """
 
 
-def rows_of_item(graph: RowGraph) -> int:
-    """Return how many rows a work item computes."""
-    return min(graph.rows, max(1, _ITEM // graph.columns))
-
-
 def write(graph: RowGraph, sources: Sequence[Source], outputs: Sequence[Value], lanes: int) -> str:
     """Write a function that loads the sources and stores the outputs.
 
     Args:
         graph: what is computed.
-        sources: its arguments.
+        sources: its arguments, after the sizes that are not known.
         outputs: what the arguments after these get.
         lanes: numbers of a vector.
     """
     return _Writer(Text(graph, lanes), sources, outputs).program()
 
 
-def arguments_of(graph: RowGraph, sources: Sequence[Source], outputs: Sequence[Value]) -> str:
-    """Write the arguments of that function."""
-    tensors = [("readonly", source) for source in sources]
-    tensors += [("writeonly", graph.source_of(value)) for value in outputs]
-    types = [_argument_type(graph, access, source) for access, source in tensors]
-    return ", ".join(f"%a{i}: {kind}" for i, kind in enumerate(types))
-
-
-def kind_of(graph: RowGraph, source: Source) -> str:
-    """Write the type of a tensor that has some of the dimensions of a graph."""
-    sizes = {
-        Access.LINE: [graph.rows, graph.columns],
-        Access.ROW: [graph.rows],
-        Access.COLUMN: [graph.columns],
-        Access.ONE: [],
-    }
-    return tensor(sizes[source.access], source.dtype)
-
-
-def _argument_type(graph: RowGraph, access: str, source: Source) -> str:
-    return f"!iree_tensor_ext.dispatch.tensor<{access}:{kind_of(graph, source)}>"
+# Of a pass, what there is before, and where a step of a loop begins: write it; what it leaves.
+_Steps = Callable[[Pass, list[str], str], list[str]]
 
 
 @dataclass
@@ -93,66 +72,105 @@ class _Writer:
     text: Text
     sources: Sequence[Source]
     outputs: Sequence[Value]
+    _arguments: list[tuple[str, str]] = field(default_factory=list)  # their names, and types
     _loaded: dict[int, str] = field(default_factory=dict)  # argument -> a tensor, or its row
     _numbers: dict[int, str] = field(default_factory=dict)  # node -> its number, of the row
     _vectors: dict[int, str] = field(default_factory=dict)  # node -> that in all lanes
     _kept: dict[int, str] = field(default_factory=dict)  # node -> the tensor of its row
+    _under: dict[int, int] = field(default_factory=dict)  # node -> what lies in its place before
     _held: dict[int, dict[int, str]] = field(default_factory=dict)  # place in a short row -> nodes
 
     def program(self) -> str:
         graph, text = self.text.graph, self.text
+        self._tie()
         self._load((Access.COLUMN, Access.ONE))
         for place, node in enumerate(graph.nodes):
             if isinstance(node, Constant):
                 self._numbers[place] = text.number(node)
+            elif isinstance(node, Load) and node.source.access is Access.NUMBER:
+                self._numbers[place], _ = self._arguments[node.argument]
+        self._count()
         before, text.lines = text.lines, []
         self._load((Access.LINE, Access.ROW))
-        stored = [value.node for value in self.outputs if value.access is Access.LINE]
-        kept = graph.kept(stored, most=0 if self._is_short else _STACK)
-        for place in kept:
-            self._kept[place] = text.say(f"tensor.empty() : {text.line(graph.nodes[place].dtype)}")
+        levels = self._keep()
         self._compute(level=0)
-        levels = [graph.levels[place] for place in kept]
         for level in range(max([0, *levels, *(n - 1 for n in graph.levels)]) + 1):
             self._pass_over(level)
             self._compute(level + 1)
         self._store()
         return _FUNCTION.format(
             arguments=arguments_of(graph, self.sources, self.outputs),
-            block=self._block,
-            blocks=self._whole,
-            rows_of_item=rows_of_item(graph),
-            rows=graph.rows,
+            sizes=write_sizes(graph),
             before="\n".join(before),
             body="\n".join(text.lines),
         )
 
+    def _tie(self) -> None:
+        """Say what the unknown sizes of arguments are."""
+        graph, text = self.text.graph, self.text
+        for i, (access, source) in enumerate(tensors_of(graph, self.sources, self.outputs)):
+            name, kind = f"%a{i}", argument_type(graph, access, source)
+            if sizes := graph.unknown(source.access):
+                kind += f"{{{', '.join(f'%{size}' for size in sizes)}}}"
+                name = text.say(f"flow.dispatch.tie_shape {name} : {kind}")
+            self._arguments.append((name, kind))
+
+    def _count(self) -> None:
+        """Say how many numbers of a row loops over blocks of vectors take."""
+        text, whole = self.text, self._whole
+        lines = [f"%block = arith.constant {text.lanes * AT_ONCE} : index"]
+        if whole is not None:
+            lines.append(f"%blocks = arith.constant {whole} : index")
+        else:
+            lines += [
+                f"%lanes = arith.constant {text.lanes} : index",
+                "%rest = arith.remui %columns, %block : index",
+                "%blocks = arith.subi %columns, %rest : index",
+            ]
+        text.lines += lines
+
+    def _keep(self) -> list[int]:
+        """Begin the tensors of what passes store; return the levels of these passes."""
+        graph, text = self.text.graph, self.text
+        stored = [value.node for value in self.outputs if value.access is Access.LINE]
+        own = {place: place for place in stored}
+        kept = own if self._is_short else graph.kept(stored, _STACK)
+        sizes = "" if graph.columns is not None else "%columns"
+        for place, where in kept.items():
+            if place == where:
+                kind = text.line(graph.nodes[place].dtype)
+                self._kept[place] = text.say(f"tensor.empty({sizes}) : {kind}")
+        for place, where in kept.items():
+            if place != where:
+                self._kept[place], self._under[where] = self._kept[where], place
+        return [graph.levels[place] for place in kept]
+
     @property
     def _is_short(self) -> bool:
-        return self.text.graph.columns <= self.text.lanes * _SHORT
+        columns = self.text.graph.columns
+        return columns is not None and columns <= self.text.lanes * _SHORT
 
     @property
-    def _block(self) -> int:
-        """The numbers that a loop takes at a time."""
-        return self.text.lanes * AT_ONCE
-
-    @property
-    def _whole(self) -> int:
-        """The numbers that loops take; what follows them takes the others."""
-        return 0 if self._is_short else self.text.graph.columns // self._block * self._block
+    def _whole(self) -> int | None:
+        """The numbers that loops over blocks take, if it is known."""
+        columns, block = self.text.graph.columns, self.text.lanes * AT_ONCE
+        if columns is None:
+            return None
+        return 0 if self._is_short else columns // block * block
 
     def _load(self, accesses: Sequence[Access]) -> None:
         """Load the arguments that are read so: as a whole, or of one row."""
         graph, text = self.text.graph, self.text
         for i, source in enumerate(self.sources):
+            name, kind = self._arguments[i]
             if source.access in accesses:
                 self._loaded[i] = text.say(
-                    f"iree_tensor_ext.dispatch.tensor.load %a{i}, {self._where(source)} "
-                    f": {_argument_type(graph, 'readonly', source)} -> {self._part(source)}"
+                    f"iree_tensor_ext.dispatch.tensor.load {name}, {self._where(source)} "
+                    f": {kind} -> {self._part(source)}"
                 )
         for place, node in enumerate(graph.nodes):
             if isinstance(node, Load) and node.source.access in accesses:
-                at = {Access.ROW: "%first", Access.ONE: ""}.get(node.source.access)
+                at = {Access.ROW: "%zero", Access.ONE: ""}.get(node.source.access)
                 if at is not None:
                     self._numbers[place] = text.say(
                         f"tensor.extract {self._loaded[node.argument]}[{at}] "
@@ -162,7 +180,8 @@ class _Writer:
     def _store(self) -> None:
         """Store what is computed of the row."""
         graph, text = self.text.graph, self.text
-        for i, value in enumerate(self.outputs, len(self.sources)):
+        targets = self._arguments[len(self.sources) :]
+        for value, (name, whole) in zip(self.outputs, targets, strict=True):
             target = graph.source_of(value)
             kind = self._part(target)
             if value.access is Access.LINE:
@@ -170,13 +189,13 @@ class _Writer:
             else:
                 part = text.say(f"tensor.from_elements {self._numbers[value.node]} : {kind}")
             text.lines.append(
-                f"iree_tensor_ext.dispatch.tensor.store {part}, %a{i}, {self._where(target)} "
-                f": {kind} -> {_argument_type(graph, 'writeonly', target)}"
+                f"iree_tensor_ext.dispatch.tensor.store {part}, {name}, {self._where(target)} "
+                f": {kind} -> {whole}"
             )
 
     def _where(self, source: Source) -> str:
         """Write which part of an argument is loaded or stored at a time."""
-        columns = self.text.graph.columns
+        columns = "%columns" if self.text.graph.columns is None else self.text.graph.columns
         offsets, sizes = {
             Access.LINE: ("%row, 0", f"1, {columns}"),
             Access.ROW: ("%row", "1"),
@@ -204,36 +223,63 @@ class _Writer:
     def _pass_over(self, level: int) -> None:
         """Reduce, and store, what is known by the pass of a level."""
         graph, text = self.text.graph, self.text
-        work = Pass(text, level, dict(self._kept), self._loaded, self._vectors)
+        work = Pass(text, level, dict(self._kept), self._under, self._loaded, self._vectors)
         for place in work.needed():
             self._spread(place)
         state = work.begin()
-        if self._whole:
-            state = self._loop(work, state)
-        for i, place in enumerate(range(self._whole, graph.columns, text.lanes)):
-            at = text.say(f"arith.constant {place} : index")
-            valid = min(text.lanes, graph.columns - place)
-            values = self._held.setdefault(place, {}) if self._is_short else {}
-            state = work.step(Step(at, valid, i % AT_ONCE, values), state)
+        if self._whole != 0:
+            state = self._loop(work, state, "%zero to %blocks step %block", self._block)
+        if graph.columns is None:
+            state = self._loop(work, state, "%blocks to %columns step %lanes", self._rest)
+        else:
+            state = self._end(work, state)
         for r, (place, node) in enumerate(work.reductions.items()):
             self._numbers[place] = self._total(node, state[r * AT_ONCE : (r + 1) * AT_ONCE])
         self._kept.update(zip(work.stored, state[len(work.reductions) * AT_ONCE :], strict=True))
+        for above, below in self._under.items():
+            if below in work.stored:
+                self._kept[above] = self._kept[below]
 
-    def _loop(self, work: Pass, state: Sequence[str]) -> list[str]:
-        """Write the part of a pass that takes blocks of vectors; return what it leaves."""
+    def _loop(self, work: Pass, state: Sequence[str], bounds: str, step: _Steps) -> list[str]:
+        """Write a part of a pass as a loop; return what it leaves."""
         text, kinds = self.text, ", ".join(work.kinds())
         name, counter = text.new("p"), text.new("at")
         inner = [text.new("s") for _ in state]
         pairs = ", ".join(f"{a} = {b}" for a, b in zip(inner, state, strict=True))
         text.lines.append(
-            f"{name}:{len(state)} = scf.for {counter} = %first to %blocks step %block "
-            f"iter_args({pairs}) -> ({kinds}) {{"
+            f"{name}:{len(state)} = scf.for {counter} = {bounds} iter_args({pairs}) -> ({kinds}) {{"
         )
-        for slot in range(AT_ONCE):
-            at = text.say(f"affine.apply affine_map<(d0) -> (d0 + {slot * text.lanes})>({counter})")
-            inner = work.step(Step(at, text.lanes, slot, {}), inner)
-        text.lines.append(f"scf.yield {', '.join(inner)} : {kinds}\n}}")
+        left = step(work, inner, counter)
+        text.lines.append(f"scf.yield {', '.join(left)} : {kinds}\n}}")
         return [f"{name}#{i}" for i in range(len(state))]
+
+    def _block(self, work: Pass, state: list[str], begin: str) -> list[str]:
+        """Write what is done to several whole vectors."""
+        text = self.text
+        for slot in range(AT_ONCE):
+            at = text.say(f"affine.apply affine_map<(d0) -> (d0 + {slot * text.lanes})>({begin})")
+            state = work.step(Step(at, None, slot, {}), state)
+        return state
+
+    def _rest(self, work: Pass, state: list[str], begin: str) -> list[str]:
+        """Write what is done to a vector that may end beyond its row."""
+        text = self.text
+        left = text.say(f"arith.subi %columns, {begin} : index")
+        mask = text.say(f"vector.create_mask {left} : {text.vector('i1')}")
+        return work.step(Step(begin, mask, 0, {}), state)
+
+    def _end(self, work: Pass, state: list[str]) -> list[str]:
+        """Write what is done to the vectors that no loop takes, in a row of known length."""
+        text, columns, whole = self.text, self.text.graph.columns, self._whole
+        assert columns is not None
+        assert whole is not None
+        for i, place in enumerate(range(whole, columns, text.lanes)):
+            at, valid = text.say(f"arith.constant {place} : index"), columns - place
+            bits = ", ".join("true" if lane < valid else "false" for lane in range(text.lanes))
+            mask = text.vector_of(f"[{bits}]", "i1") if valid < text.lanes else None
+            values = self._held.setdefault(place, {}) if self._is_short else {}
+            state = work.step(Step(at, mask, i % AT_ONCE, values), state)
+        return state
 
     def _spread(self, place: int) -> None:
         """Have all lanes hold a number of the row."""
