@@ -37,6 +37,7 @@ from lowering.stages.linalg.separate_scalars import MOST_BINDINGS, separate_scal
 from lowering.stages.linalg.separate_slices import separate_slices
 from lowering.stages.linalg.separate_writes import separate_writes
 from lowering.stages.linalg.sort_nans import sort_nans
+from lowering.stages.linalg.transpose_last import transpose_last
 from lowering.stages.linalg.widen_masks import widen_masks
 
 
@@ -114,6 +115,7 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 if any(CHANNELS_LAST in flag for flag in options.flags):
                     put_channels_last(function)
                 if is_tiled:
+                    transpose_last(function)
                     separate_merges(function)
                     widen_masks(function)
                     hide_products(function)
