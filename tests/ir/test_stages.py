@@ -8,7 +8,7 @@ import operator
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,13 @@ from typing import Any
 import pytest
 import torch
 from iree.runtime import _binding as hal
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 
 from lowering.abi import (
     LEND,
@@ -56,17 +62,31 @@ Lower = Callable[..., dict[str, str]]
 
 
 def region_of(
-    function: Callable[..., Any], *args: torch.Tensor, weights: int = 0, sizes: str = "fake"
+    function: Callable[..., Any],
+    *args: torch.Tensor,
+    weights: int = 0,
+    unknown: Sequence[int] = (),
 ) -> Region:
     """The one region of a function; its last `weights` arguments are bound.
 
-    Sizes are those of the arguments ("fake"), or not known ("symbolic").
+    Of the others, sizes along some dimensions are unknown.
     """
-    table = decomposition_table()
-    graph = make_fx(function, decomposition_table=table, tracing_mode=sizes)(*args)
+    if unknown:
+        fake = FakeTensorMode(shape_env=ShapeEnv())
+        args = tuple(
+            fake_of(fake, x, unknown if i < len(args) - weights else ()) for i, x in enumerate(args)
+        )
+    graph = make_fx(function, decomposition_table=decomposition_table())(*args)
     captured = capture_aot(graph, range(len(args) - weights, len(args)))
     (segment,) = partition(captured, load_capabilities("npu-local.toml")).segments
     return extract_region(segment, captured.weights)
+
+
+def fake_of(mode: FakeTensorMode, x: torch.Tensor, unknown: Sequence[int]) -> torch.Tensor:
+    """A tensor of which some sizes are unknown."""
+    sizes = [DimDynamic.DYNAMIC if d in unknown else DimDynamic.STATIC for d in range(x.dim())]
+    context = StatelessSymbolicContext(sizes, constraint_sizes=[None] * x.dim())
+    return mode.from_tensor(x, symbolic_context=context)
 
 
 def loaded(region: Region) -> Any:
@@ -80,9 +100,12 @@ def lowered(tmp_path: Path) -> Lower:
     """Compile a function and give the dump of each stage by its name."""
 
     def lower(
-        function: Callable[..., Any], *args: torch.Tensor, weights: int = 0, sizes: str = "fake"
+        function: Callable[..., Any],
+        *args: torch.Tensor,
+        weights: int = 0,
+        unknown: Sequence[int] = (),
     ) -> dict[str, str]:
-        region = region_of(function, *args, weights=weights, sizes=sizes)
+        region = region_of(function, *args, weights=weights, unknown=unknown)
         compile_program(Program.of(region), NPU_LOCAL.compile, dump=tmp_path)
         texts = {s.name: (tmp_path / product_name(s)).read_bytes() for s in STAGES}
         return {name: text.decode(errors="replace") for name, text in texts.items()}
@@ -304,7 +327,7 @@ def computed(ahead: tuple[Any, int], k: Any, step: int, row: int) -> int:
         "llvm.add": operator.add,
         "llvm.sub": operator.sub,
         "llvm.mul": operator.mul,
-        "llvm.udiv": operator.floordiv,
+        "llvm.lshr": operator.rshift,
     }[value.owner.name]
     return int(compute(*(computed((o, 0), k, step, row) for o in value.owner.operands))) + more
 
@@ -727,9 +750,51 @@ def test_what_is_computed_of_rows_is_one_program(
 def test_rows_of_unknown_sizes_are_one_program(
     lowered: Lower, function: Callable[..., Any], shape: tuple[int, ...]
 ) -> None:
-    flow = lowered(function, torch.zeros(shape), sizes="symbolic")["linalg-to-flow"]
+    flow = lowered(function, torch.zeros(shape), unknown=range(len(shape)))["linalg-to-flow"]
     assert count("flow.dispatch @", flow) == 1
     assert count("linalg", flow) == 0
+
+
+def test_a_product_of_any_rows_takes_along_what_is_computed_of_it(lowered: Lower) -> None:
+    """Nothing is packed but the weight, at load."""
+
+    def function(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(torch.addmm(b, x, w)) + x.sum(1, True)
+
+    tensors = torch.zeros(5, 96), torch.zeros(96, 64), torch.zeros(64)
+    flow = lowered(function, *tensors, weights=2, unknown=[0])["linalg-to-flow"]
+    _, main = flow.split("util.func public @main")
+    assert count("flow.dispatch @", main) == 2  # the sum is the other
+    assert count("flow.tensor.encode", main) == 0
+
+
+def test_products_of_any_rows_ask_for_the_next_panel(lowered: Lower) -> None:
+    """In blocks of 12 rows and of 4."""
+    tensors = torch.zeros(5, 96), torch.zeros(96, 64)
+    ir = lowered(lambda x, w: x @ w, *tensors, weights=1, unknown=[0])
+    with device_code(ir, "skylake-avx512") as (session, module):
+        with session.context:
+            read_ahead(module, session.features)
+        loops = [
+            loop
+            for function in device_functions(module)
+            for header in function.regions[0].blocks
+            if (loop := loop_at(header)) and asked_for(loop.levels[0].body, loop.panel)
+        ]
+        assert [loop.height for loop in loops] == [12, 4]
+
+
+def test_keys_of_any_batch_are_moved_as_rows(lowered: Lower) -> None:
+    """Not number by number: the product reads them transposed."""
+
+    def function(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        heads = k.permute(0, 2, 3, 1)
+        return torch.bmm(q, heads.reshape(-1, *heads.shape[2:]))
+
+    q, k = torch.zeros(6, 5, 16), torch.zeros(3, 7, 2, 16)
+    flow = lowered(function, q, k, unknown=[0])["linalg-to-flow"]
+    assert count(r"affine_map<\(d0, d1, d2, d3\) -> \(d0, d2, d1, d3\)>", flow) == 1
+    assert count(r"affine_map<\(d0, d1, d2, d3\) -> \(d0, d3, d1, d2\)>", flow) == 0
 
 
 def test_a_few_long_rows_are_reduced_apart_from_what_they_are_computed_from(lowered: Lower) -> None:

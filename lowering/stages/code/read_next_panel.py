@@ -9,24 +9,37 @@ from lowering.stages.code.places import place_of, stride_of
 from lowering.stages.code.prefetch import prefetch
 from lowering.stages.code.product_loops import Loop, loop_at
 from lowering.stages.code.tile_functions import COLUMNS
-from lowering.stages.ir.symbols import constant_of
+from lowering.stages.ir.symbols import constant_of, maker_of
 from lowering.stages.ir.templates import put
 
 _FLOAT_BYTES, _LINE_BYTES = 4, 64
 _ROW_BYTES = COLUMNS * _FLOAT_BYTES  # of a panel
 _MOST_BYTES = 448 << 10  # of a panel: the second cache is to have two of them
+_RATIO_BITS = 16
+# Bytes of the panel for each step of a row, as a fraction; and which of them to ask for.
+_RATIO = """
+func.func @ratio(%rows: i64) -> i64 {{
+  %row_bytes = llvm.mlir.constant({row_bytes} : i64) : i64
+  %bits = llvm.mlir.constant({bits} : i64) : i64
+  %whole = llvm.shl %row_bytes, %bits : i64
+  %one = llvm.mlir.constant(1 : i64) : i64
+  %below = llvm.udiv %whole, %rows : i64
+  %ratio = llvm.add %below, %one : i64
+  return %ratio : i64
+}}
+"""
 _PLACE = """
-func.func @place(%panel: !llvm.ptr, %k: i64, %row: i64) -> !llvm.ptr {{
+func.func @place(%panel: !llvm.ptr, %k: i64, %row: i64, %ratio: i64) -> !llvm.ptr {{
   %depth = llvm.mlir.constant({depth} : i64) : i64
   %height = llvm.mlir.constant({height} : i64) : i64
-  %rows = llvm.mlir.constant({rows} : i64) : i64
+  %bits = llvm.mlir.constant({bits} : i64) : i64
   %row_bytes = llvm.mlir.constant({row_bytes} : i64) : i64
   %panel_bytes = llvm.mlir.constant({panel_bytes} : i64) : i64
   %blocks = llvm.mul %row, %depth : i64
   %block = llvm.mul %k, %height : i64
   %done = llvm.add %blocks, %block : i64
-  %done_bytes = llvm.mul %done, %row_bytes : i64
-  %asked = llvm.udiv %done_bytes, %rows : i64
+  %done_bytes = llvm.mul %done, %ratio : i64
+  %asked = llvm.lshr %done_bytes, %bits : i64
   %read = llvm.mul %k, %row_bytes : i64
   %back = llvm.sub %asked, %read : i64
   %ahead = llvm.add %back, %panel_bytes : i64
@@ -65,8 +78,9 @@ def read_next_panel(function: Any, cache: int) -> list[Any]:
         The blocks that ask now.
     """
     blocks = [b for header in function.regions[0].blocks if (b := _block_at(header)) is not None]
+    rows = max((block.end for block in blocks if isinstance(block.end, int)), default=1)
     for block in blocks:
-        block.ask(max(one.end for one in blocks), cache)
+        block.ask(rows, cache)
     return [block.loop.levels[0].body for block in blocks]
 
 
@@ -77,34 +91,40 @@ class _Block:
     Attributes:
         loop: what multiplies them.
         row: which is the first of them: a loop's argument, or a number.
-        end: of the last such rows.
+        end: of the last such rows: a number, or a value.
+        begin: of that value, where it is read: what is computed in each step of the loop.
     """
 
     loop: Loop
     row: Any
-    end: int
+    end: Any
+    begin: Any = None
 
     def ask(self, rows: int, cache: int) -> None:
-        """Ask for as much of the next panel as these are of all rows."""
+        """Ask for as much of the next panel as these are of all rows: so many, if known."""
         from iree.compiler import ir
 
-        loop = self.loop
-        lines = -(-loop.height * _ROW_BYTES // (rows * _LINE_BYTES))
-        text = _PLACE.format(
-            depth=loop.depth,
-            height=loop.height,
-            rows=rows,
-            row_bytes=_ROW_BYTES,
-            panel_bytes=loop.depth * _ROW_BYTES,
+        loop, sizes = self.loop, {"bits": _RATIO_BITS, "row_bytes": _ROW_BYTES}
+        lines = (
+            1 if self.begin is not None else -(-loop.height * _ROW_BYTES // (rows * _LINE_BYTES))
         )
-        reader = _reader_of(loop)
+        ratio = (_ROW_BYTES << _RATIO_BITS) // rows + 1
+        text = _PLACE.format(
+            depth=loop.depth, height=loop.height, panel_bytes=loop.depth * _ROW_BYTES, **sizes
+        )
+        k, reader = loop.levels[0].header.arguments[0], _reader_of(loop)
+        if self.begin is not None:
+            with ir.InsertionPoint.after(self.begin.owner), ir.Location.unknown():
+                (ratio,) = put(_RATIO.format(**sizes), [self.end])
         with ir.InsertionPoint(reader), ir.Location.unknown():
-            row = self.row
-            if isinstance(row, int):
-                (row,) = put(_NUMBER.format(number=row), [])
-            (place,) = put(text, [loop.panel, loop.levels[0].header.arguments[0], row])
+            (place,) = put(text, [loop.panel, k, _value(self.row), _value(ratio)])
         for line in range(lines):
             prefetch(reader, place, line * _LINE_BYTES, cache)
+
+
+def _value(number: Any) -> Any:
+    """Return a value, at the insertion point: one, or that of a number."""
+    return put(_NUMBER.format(number=number), [])[0] if isinstance(number, int) else number
 
 
 def _block_at(header: Any) -> _Block | None:
@@ -118,19 +138,32 @@ def _block_at(header: Any) -> _Block | None:
         return None
     place = place_of(loop.rows[0])
     for value, count in place.items():
-        is_row = value is not None and value != k and count == stride
-        if is_row and (end := _end_of(value)) is not None:
+        if value is None or value == k or count != stride:
+            continue
+        if isinstance(end := _end_of(value), int):
             return _Block(loop, value, end)
+        for row in _moved_back(value):
+            if (end := _end_of(row)) is not None:
+                return _Block(loop, row, end, begin=value)
     row = place[None] // stride
     return _Block(loop, row, row + loop.height)
 
 
-def _end_of(value: Any) -> int | None:
-    """Return what a loop's argument is less than; None if it is not known, or none of a loop."""
+def _moved_back(value: Any) -> list[Any]:
+    """Return what adds up to a row, unless the last block begins before, such that it is whole."""
+    if maker_of(value) != "llvm.intr.umin":
+        return []
+    row = value.owner.operands[0]
+    return list(row.owner.operands) if maker_of(row) == "llvm.add" else [row]
+
+
+def _end_of(value: Any) -> Any:
+    """Return what a loop's argument is less than: a number or a value; None if it is of no loop."""
     for use in value.uses:
         op = use.owner.operation
         if op.name == "llvm.icmp" and op.operands[0] == value:
-            return constant_of(op.operands[1])
+            number = constant_of(op.operands[1])
+            return op.operands[1] if number is None else number
     return None
 
 

@@ -11,6 +11,7 @@ from lowering.cpu import best_for
 from lowering.stages.code.multiply_tiles import has_tiles, suits_tiles
 from lowering.stages.code.tile_functions import COLUMNS, ROWS
 from lowering.stages.ir.barrier import put_barriers
+from lowering.stages.ir.dispatch_work import sizes_of
 from lowering.stages.ir.factors import (
     VIEWS,
     as_float,
@@ -33,6 +34,7 @@ _BLOCKS: Mapping[frozenset[str], tuple[int, int] | None] = {
     frozenset(): None,
 }
 _ROWS = range(128, 513)  # of a work item, if there are more, and so many divide them
+ANY_ROWS = 256  # as many as those that are not known are taken for
 _MOST_PANELS = 16  # of a work item
 # IREE's task system hands out work items one by one while there are fewer than 8 for each worker,
 # and else 8 at a time (`iree/task/tuning.h`); they are made such that these have the same to do.
@@ -71,6 +73,39 @@ func.func private @product(%x: {x}, %w: {w}, %start: {start}) -> {y} {{
   return %y : {y}
 }}
 """
+# Of a number of rows that is not known; `lowering.stages.flow.rows` writes the loops.
+_OF_ANY_ROWS = """
+func.func private @product(%x: {x}, %w: {w}) -> {y} {{
+  %empty = tensor.empty() : {panels}
+  {pack}
+  %first = arith.constant 0 : index
+  %m = tensor.dim %x, %first : {x}
+  %unset = tensor.empty(%m) : {split}
+  %nothing = arith.constant 0.0 : f32
+  %zeros = linalg.fill ins(%nothing : f32) outs(%unset : {split}) -> {split}
+  %parts = linalg.generic {{
+      indexing_maps = [affine_map<(m, n, l, k) -> (m, k)>,
+                       affine_map<(m, n, l, k) -> (n, k, l)>,
+                       affine_map<(m, n, l, k) -> (m, n, l)>],
+      iterator_types = ["parallel", "parallel", "parallel", "reduction"]}}
+      ins(%x, %panels : {x}, {panels}) outs(%zeros : {split}) attrs = {{{mark},
+      compilation_info = #iree_codegen.compilation_info<
+        lowering_config = #iree_cpu.lowering_config<
+          distribution = [{item_rows}, {item_panels}, 0, 0],
+          cache_parallel = [{item_rows}, 1, 0, 0],
+          vector_common_parallel = [1, 1, {width}, 0],
+          vector_reduction = [0, 0, 0, 1]>,
+        translation_info = #iree_codegen.translation_info<
+          pipeline = #iree_cpu.pipeline<DoubleTilingExpert>, {{enable_loop_peeling = true}}>>}} {{
+  ^bb0(%a: f32, %b: f32, %sum: f32):
+    %ab = arith.mulf %a, %b : f32
+    %next = arith.addf %sum, %ab : f32
+    linalg.yield %next : f32
+  }} -> {split}
+  %y = tensor.collapse_shape %parts [[0], [1, 2]] : {split} into {y}
+  return %y : {y}
+}}
+"""
 _PACK = """
   %zero = arith.constant 0.0 : f32
   %panels = linalg.pack %w {padding} {order} inner_dims_pos = [{dim}] inner_tiles = [{width}]
@@ -94,6 +129,7 @@ _END_PADDED = """
   %all = tensor.collapse_shape %parts {columns} : {split} into {whole}
   %y = tensor.extract_slice %all {zeros} {sizes} {ones} : {whole} to {y}
 """
+PANELS = "npu_iree.panels"  # beside a product: rows, at most, of a block
 _NAMES = {"linalg.matmul": 2, "linalg.batch_matmul": 3}  # -> dimensions of a factor
 
 
@@ -155,7 +191,7 @@ class _Product:
     """One product: its sizes, and where its operands come from.
 
     Attributes:
-        sizes: M, K, N.
+        sizes: M, K, N; M may not be known.
         stack: how many matrices there are, one after the other; empty: one that is not stacked.
         block: rows, at most, and columns that registers hold.
         is_transposed: whether the second factor is `[N, K]`.
@@ -165,7 +201,7 @@ class _Product:
         dtype: of the second factor.
     """
 
-    sizes: tuple[int, int, int]
+    sizes: tuple[int | None, int, int]
     stack: Sequence[int]
     block: tuple[int, int]
     is_transposed: bool
@@ -187,6 +223,8 @@ class _Product:
     def text(self) -> str:
         """Write it."""
         (m, k, n), (most, width), stack = self.sizes, self.block, self.stack
+        if m is None:
+            return self._of_any_rows()
         rows = -(-m // -(-m // most))  # of blocks as high as one another
         count, first = -(-n // width), len(stack)
         item_rows, item_panels = work_item(m, count, math.prod(stack), rows)
@@ -226,6 +264,23 @@ class _Product:
             width=width,
         )
 
+    def _of_any_rows(self) -> str:
+        _, k, n = self.sizes
+        width = self.block[1]
+        panels, (item_rows, item_panels) = n // width, work_item(ANY_ROWS, n // width, 1, 1)
+        return _OF_ANY_ROWS.format(
+            pack=self._pack(floats(panels, k, width)),
+            x=tensor([None, k], "f32"),
+            w=self.factor,
+            y=tensor([None, n], "f32"),
+            panels=floats(panels, k, width),
+            split=tensor([None, panels, width], "f32"),
+            mark=f"{PANELS} = {self.block[0]}",
+            item_rows=item_rows,
+            item_panels=item_panels,
+            width=width,
+        )
+
     def _pack(self, panels: str) -> str:
         """Write how the second factor gets into panels."""
         (_, k, n), width, first = self.sizes, self.block[1], len(self.stack)
@@ -259,9 +314,11 @@ def _product_of(op: Any, block: tuple[int, int], *, tiles: bool) -> _Product | N
         tiles: whether the CPU has a matrix unit.
     """
     rank = _NAMES.get(op.operation.name)
-    if rank is None or not is_plain(op.operation, rank) or (shapes := shapes_of(op)) is None:
+    if rank is None or not is_plain(op.operation, rank):
         return None
     x, w, start = op.operands
+    if (shapes := shapes_of(op)) is None:
+        return None if tiles else _product_of_any_rows(op, block)
     *stack, m, k = shapes[0]
     n = shapes[1][-1]
     if m < 2 or 0 in (k, n, *stack):
@@ -289,6 +346,35 @@ def _product_of(op: Any, block: tuple[int, int], *, tiles: bool) -> _Product | N
         arguments=(x, factor, start),
         dtype=str(factor.type.element_type),
     )
+
+
+def _product_of_any_rows(op: Any, block: tuple[int, int]) -> _Product | None:
+    """Read a product off, of a matrix of rows that are not known; None if it is another."""
+    x, w, start = op.operands
+    sizes, (k, n) = sizes_of(x.type), sizes_of(w.type)[-2:]
+    dtypes = {str(value.type.element_type) for value in op.operands}
+    is_known = None not in (k, n) and sizes == (None, k) and dtypes == {"f32"}
+    if not is_known or not k or not n or n % block[1] or not _is_of_zeros(start):
+        return None
+    source = transposed(w, 2)
+    factor = w if source is None else source
+    return _Product(
+        sizes=(None, k, n),
+        stack=(),
+        block=block,
+        is_transposed=source is not None,
+        is_weight=is_weight(factor),
+        arguments=(x, factor),
+        dtype="f32",
+    )
+
+
+def _is_of_zeros(value: Any) -> bool:
+    if maker_of(value) != "linalg.fill":
+        return False
+    number = value.owner.operands[0]
+    is_constant = maker_of(number) == "arith.constant"
+    return is_constant and number.owner.attributes["value"].value == 0.0
 
 
 def work_item(m: int, panels: int, stack: int, rows: int) -> tuple[int, int]:

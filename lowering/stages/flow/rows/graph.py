@@ -23,21 +23,33 @@ _MOST_CHEAP = 4  # of these, one after the other
 
 
 class Access(enum.Enum):
-    """Which dimensions a tensor has: rows and columns, one of them, or none; or it is a number."""
+    """Which dimensions a tensor has: rows and columns, one of them, or none; or it is a number.
+
+    The factors of a product have others: one has rows, too.
+    """
 
     LINE = enum.auto()
     ROW = enum.auto()
     COLUMN = enum.auto()
     ONE = enum.auto()
     NUMBER = enum.auto()
+    FACTOR = enum.auto()
+    PANELS = enum.auto()
 
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor that is loaded or stored, or a number that is taken."""
+    """A tensor that is loaded or stored, or a number that is taken.
+
+    Attributes:
+        access: to it.
+        dtype: of its numbers.
+        sizes: of a factor, along the dimensions that are no rows.
+    """
 
     access: Access
     dtype: str
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,7 +117,23 @@ class Reduce:
     dtype: str
 
 
-Node = Load | Constant | Compute | Reduce
+@dataclass(frozen=True)
+class Multiply:
+    """The product of a row of one factor by the other, which lies in panels.
+
+    Attributes:
+        factor, panels: nodes.
+        height: rows, at most, that registers hold the sums of, for one panel.
+        dtype: of the result.
+    """
+
+    factor: int
+    panels: int
+    height: int
+    dtype: str = "f32"
+
+
+Node = Load | Constant | Compute | Reduce | Multiply
 
 
 @dataclass(frozen=True)
@@ -144,7 +172,8 @@ class RowGraph:
             self._lines.append(
                 node.source.access in (Access.LINE, Access.COLUMN)
                 if isinstance(node, Load)
-                else not isinstance(node, Reduce) and any(self._lines[i] for i in read)
+                else isinstance(node, Multiply)
+                or (not isinstance(node, Reduce) and any(self._lines[i] for i in read))
             )
             self.nodes.append(node)
         return self._places[node]
@@ -153,18 +182,31 @@ class RowGraph:
         """Say whether a node differs along a row."""
         return self._lines[place]
 
-    def sizes_of(self, access: Access) -> list[tuple[str, int | None]]:
-        """Return the dimensions of a tensor: what they are called here, and their sizes."""
-        rows, columns = ("rows", self.rows), ("columns", self.columns)
+    @property
+    def dimensions(self) -> list[tuple[str, int | None]]:
+        """What the dimensions are called here, and their sizes."""
+        return [("rows", self.rows), ("columns", self.columns)]
+
+    def sizes_of(self, source: Source) -> list[tuple[str, int | None]]:
+        """Return the dimensions of a tensor, and their sizes."""
+        rows, columns = self.dimensions
+        known: list[tuple[str, int | None]] = [("", size) for size in source.sizes]
         return {
             Access.LINE: [rows, columns],
             Access.ROW: [rows],
             Access.COLUMN: [columns],
-        }.get(access, [])
+            Access.FACTOR: [rows, *known],
+        }.get(source.access, known)
 
-    def unknown(self, access: Access = Access.LINE) -> list[str]:
-        """Return the dimensions of a tensor that are known when it is run."""
-        return [name for name, size in self.sizes_of(access) if size is None]
+    def unknown(self, source: Source | None = None) -> list[str]:
+        """Return the dimensions that are known when it is run: of a tensor, or of all."""
+        dimensions = self.dimensions if source is None else self.sizes_of(source)
+        return [name for name, size in dimensions if size is None]
+
+    @property
+    def multiplied(self) -> list[Multiply]:
+        """The products."""
+        return [node for node in self.nodes if isinstance(node, Multiply)]
 
     def source_of(self, value: Value) -> Source:
         """Return what a tensor is that holds a value."""
@@ -246,4 +288,6 @@ def operands_of(node: Node) -> tuple[int, ...]:
     """Return the nodes that a node reads."""
     if isinstance(node, Compute):
         return node.operands
+    if isinstance(node, Multiply):
+        return node.factor, node.panels
     return (node.operand, node.start) if isinstance(node, Reduce) else ()

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from lowering.cpu import best_for
-from lowering.stages.flow.rows.graph import Access, Load, RowGraph, Source, Value
+from lowering.stages.flow.rows.graph import Load, RowGraph, Source, Value
 from lowering.stages.flow.rows.program import RowProgram
 from lowering.stages.flow.rows.read import Shape, read, shape_of_rows
 from lowering.stages.ir.device_programs import (
@@ -190,7 +190,7 @@ class _Group:
         program, last = self._program(), self.members[-1]
         key = program.key()
         if key not in written:
-            name = f"{symbol_of(last.executable)}_rows"
+            name = f"{symbol_of(last.executable)}_{program.kind}"
             if name in map(symbol_of, written.values()):
                 name = f"{name}_{len(written)}"
             with ir.InsertionPoint(self.members[0].executable):
@@ -198,7 +198,7 @@ class _Group:
                 written[key] = program.put(name, functions, lanes)
         location = ir.Location.fused([member.dispatch.location for member in self.members])
         with ir.InsertionPoint(last.dispatch), location:
-            dimensions = zip(program.graph.sizes_of(Access.LINE), self.shape, strict=True)
+            dimensions = zip(program.graph.dimensions, self.shape, strict=True)
             sizes = {name: size.put() for (name, known), size in dimensions if known is None}
             places, taken = self.reading.sources.values(), program.taken(sizes)
             operands = [

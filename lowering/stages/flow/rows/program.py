@@ -6,7 +6,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowering.stages.flow.rows.graph import Access, RowGraph, Source, Value
+from lowering.stages.flow.rows.graph import RowGraph, Source, Value
+from lowering.stages.flow.rows.multiply import can_multiply, count_blocks, write_product
 from lowering.stages.flow.rows.signature import arguments_of, kind_of, write_counts
 from lowering.stages.flow.rows.write import write
 from lowering.stages.ir.device_programs import (
@@ -39,6 +40,11 @@ class RowProgram:
     sources: tuple[Source, ...]
     outputs: tuple[Value, ...]
 
+    @property
+    def kind(self) -> str:
+        """What its functions are called: prefetches go to products (`stages.code.read_ahead`)."""
+        return "matmul" if self.graph.multiplied else "rows"
+
     def key(self) -> Hashable:
         """Return what two programs that do the same have in common."""
         graph = self.graph
@@ -52,6 +58,8 @@ class RowProgram:
         """
         graph, count = self.graph, len(self.sources) + len(self.outputs)
         is_small = count <= MOST_BINDINGS and len(graph.nodes) <= _MOST_NODES
+        if graph.multiplied:
+            return is_small and can_multiply(graph, self.outputs)
         are_long = graph.columns is None or graph.columns * 2 >= lanes
         return is_small and graph.rows != 0 and are_long
 
@@ -73,7 +81,7 @@ class RowProgram:
         return [
             (
                 ir.Type.parse(kind_of(self.graph, source)),
-                [sizes[name] for name in self.graph.unknown(source.access)],
+                [sizes[name] for name in self.graph.unknown(source)],
             )
             for source in sources
         ]
@@ -90,8 +98,14 @@ class RowProgram:
         from iree.compiler import ir
 
         graph = self.graph
+        if graph.multiplied:
+            text = write_product(graph, self.sources, self.outputs)
+            work_items = count_blocks(graph)
+        else:
+            text = write(graph, self.sources, self.outputs, lanes)
+            work_items = write_counts(graph)
         arguments = arguments_of(graph, self.sources, self.outputs)
-        sizes = (size if size is not None else "D" for _, size in graph.sizes_of(Access.LINE))
+        sizes = (size if size is not None else "D" for _, size in graph.dimensions)
         entry = f"{name}_{'x'.join(map(str, sizes))}"
         executable = put_program(name, entry, arguments, _PIPELINE, unknown=len(graph.unknown()))
         (function,) = functions_of(executable)
@@ -100,9 +114,9 @@ class RowProgram:
         ops = [list(walk(old)) for old in functions]
         places = [op.location for of_one in ops for op in of_one]
         with ir.InsertionPoint(end), ir.Location.fused(places):
-            put(write(graph, self.sources, self.outputs, lanes), list(block.arguments))
+            put(text, list(block.arguments))
         counts = [count for count in map(flops, ops) if count is not None]
         if len(counts) == len(ops):
             tell_flops(function, sum(counts))
-        compute_workgroups(executable, write_counts(graph))
+        compute_workgroups(executable, work_items)
         return executable

@@ -11,6 +11,7 @@ from lowering.stages.flow.rows.graph import (
     Access,
     Compute,
     Constant,
+    Multiply,
     Reduce,
     RowGraph,
     Source,
@@ -21,6 +22,7 @@ from lowering.stages.ir.dispatch_work import LOAD, STORE
 from lowering.stages.ir.sizes import Size, product, sizes_in
 from lowering.stages.ir.structured import inputs_of
 from lowering.stages.ir.symbols import maker_of
+from lowering.stages.linalg.read_in_panels import PANELS
 
 DTYPES = frozenset({"f16", "bf16", "f32", "f64", "i8", "i16", "i32", "i64"})  # of tensors
 # What is done to halves; their arithmetic IREE writes in floats, of vectors wrongly.
@@ -38,7 +40,9 @@ Loader = Callable[[int, Source], int | None]
 
 
 def shape_of_rows(function: Any, given: Sequence[Any]) -> Shape | None:
-    """Return how many rows of how many numbers a function reduces; None if it does not.
+    """Return how many rows of how many numbers a function reduces, or makes as a product.
+
+    None if it does neither.
 
     Args:
         function: of a device program.
@@ -46,6 +50,8 @@ def shape_of_rows(function: Any, given: Sequence[Any]) -> Shape | None:
     """
     for op in function.regions[0].blocks[0].operations:
         name, sizes = op.operation.name, None
+        if PANELS in op.attributes and (loops := _sizes(op, given)) is not None:
+            return loops[0], product(loops[1:-1])
         if name == "linalg.generic" and "reduction" in str(op.attributes["iterator_types"]):
             sizes = _sizes(op, given)
         elif name == _SOFTMAX:
@@ -104,6 +110,8 @@ class _Reader:
             return self._take_store(op)
         if op.name == _SOFTMAX:
             return self._take_softmax(op)
+        if PANELS in op.attributes:
+            return self._take_product(op)
         return op.name == "linalg.generic" and self._take_generic(op)
 
     def _take_fill(self, op: Any) -> bool:
@@ -139,6 +147,29 @@ class _Reader:
         """Add the reduction of a node of float32 that starts from nothing."""
         start = self.graph.add(Constant(neutral(name, "f32"), "f32"))
         return self.graph.add(Reduce(name, operand, start, "", "f32"))
+
+    def _take_product(self, op: Any) -> bool:
+        """Add the product of a matrix by panels (`lowering.stages.linalg.read_in_panels`)."""
+        factor, panels = inputs_of(op)
+        is_loaded = all(maker_of(value) == LOAD for value in (factor, panels))
+        if not is_loaded or op.operands[-1] not in self._fills:
+            return False
+        count, depth, width = panels.type.shape
+        sources = (
+            (factor, Source(Access.FACTOR, "f32", (depth,))),
+            (panels, Source(Access.PANELS, "f32", (count, depth, width))),
+        )
+        nodes = [self.load(self._argument(value), source) for value, source in sources]
+        first, second = nodes
+        if first is None or second is None:
+            return False
+        node = self.graph.add(Multiply(first, second, op.attributes[PANELS].value))
+        self._values[op.results[0]] = Value(node, Access.LINE)
+        return True
+
+    def _argument(self, value: Any) -> int:
+        """Return which argument of the function a value is loaded from."""
+        return int(argument_of(value.owner.operands[0]).arg_number)
 
     def _take_generic(self, op: Any) -> bool:
         kinds = ["reduction" in str(kind) for kind in op.attributes["iterator_types"]]
@@ -189,12 +220,15 @@ class _Reader:
             return Access.ROW if self.graph.rows == 1 else Access.ONE
         if list(read) == loops:
             return Access.LINE if is_line else Access.ROW
-        if not is_line or sizes[-1] != self.columns:
+        if not is_line:
             return None
-        if list(read) == loops[:-1]:
-            return Access.ROW
-        if list(read) == loops[-1:]:
-            return Access.LINE if self.graph.rows == 1 else Access.COLUMN
+        for first in reversed(loops):  # that may be of columns
+            if product(sizes[first:]) != self.columns:
+                continue
+            if list(read) == loops[:first]:
+                return Access.ROW
+            if list(read) == loops[first:]:
+                return Access.LINE if self.graph.rows == 1 else Access.COLUMN
         return None
 
     def _read(self, value: Any, access: Access) -> int | None:
@@ -202,8 +236,7 @@ class _Reader:
         if value in self._fills:
             return self._fills[value]
         if maker_of(value) == LOAD:
-            argument = argument_of(value.owner.operands[0]).arg_number
-            return self.load(argument, Source(access, str(value.type.element_type)))
+            return self.load(self._argument(value), Source(access, str(value.type.element_type)))
         held = self._values.get(value)
         return held.node if held is not None and held.access is access else None
 

@@ -24,7 +24,7 @@ def write_sizes(graph: RowGraph) -> str:
         "%one = arith.constant 1 : index",
         f"%most = arith.constant {_ITEM} : index",
     ]
-    for name, size in graph.sizes_of(Access.LINE):
+    for name, size in graph.dimensions:
         if size is not None:
             lines.append(f"%{name} = arith.constant {size} : index")
     if graph.columns is None:
@@ -65,7 +65,7 @@ def kind_of(graph: RowGraph, source: Source) -> str:
     """Write the type of a tensor that has some of the dimensions of a graph."""
     if source.access is Access.NUMBER:
         return source.dtype
-    return tensor([size for _, size in graph.sizes_of(source.access)], source.dtype)
+    return tensor([size for _, size in graph.sizes_of(source)], source.dtype)
 
 
 def argument_type(graph: RowGraph, access: str, source: Source) -> str:

@@ -62,6 +62,18 @@ class Text:
         """Write a vector of one number that is known."""
         return self.say(f"arith.constant dense<{number}> : {self.vector(dtype)}")
 
+    def spread(self, number: str, dtype: str) -> str:
+        """Write a vector of one number, which is a value."""
+        return self.say(f"vector.broadcast {number} : {dtype} to {self.vector(dtype)}")
+
+    def read(self, source: str, at: Sequence[str], shape: Sequence[int | None], dtype: str) -> str:
+        """Read a whole vector of a tensor."""
+        beyond = self.say(f"arith.constant {'0.0' if 'f' in dtype else '0'} : {dtype}")
+        return self.say(
+            f"vector.transfer_read {source}[{', '.join(at)}], {beyond} {{in_bounds = [true]}} "
+            f": {tensor(shape, dtype)}, {self.vector(dtype)}"
+        )
+
     def neutral(self, node: Reduce) -> str:
         """Write a vector that changes none that it is combined with."""
         return self.vector_of(neutral(node.name, node.dtype), node.dtype)

@@ -17,12 +17,8 @@ from lowering.stages.flow.rows.graph import (
     Value,
 )
 from lowering.stages.flow.rows.passes import AT_ONCE, Pass, Step
-from lowering.stages.flow.rows.signature import (
-    argument_type,
-    arguments_of,
-    tensors_of,
-    write_sizes,
-)
+from lowering.stages.flow.rows.signature import arguments_of, write_sizes
+from lowering.stages.flow.rows.tensors import Part, Tensors
 from lowering.stages.flow.rows.text import Text
 from lowering.stages.ir.templates import tensor
 
@@ -72,7 +68,7 @@ class _Writer:
     text: Text
     sources: Sequence[Source]
     outputs: Sequence[Value]
-    _arguments: list[tuple[str, str]] = field(default_factory=list)  # their names, and types
+    _tensors: Tensors = field(init=False)
     _loaded: dict[int, str] = field(default_factory=dict)  # argument -> a tensor, or its row
     _numbers: dict[int, str] = field(default_factory=dict)  # node -> its number, of the row
     _vectors: dict[int, str] = field(default_factory=dict)  # node -> that in all lanes
@@ -80,15 +76,18 @@ class _Writer:
     _under: dict[int, int] = field(default_factory=dict)  # node -> what lies in its place before
     _held: dict[int, dict[int, str]] = field(default_factory=dict)  # place in a short row -> nodes
 
+    def __post_init__(self) -> None:
+        self._tensors = Tensors(self.text, self.sources, self.outputs)
+
     def program(self) -> str:
         graph, text = self.text.graph, self.text
-        self._tie()
+        self._tensors.tie()
         self._load((Access.COLUMN, Access.ONE))
         for place, node in enumerate(graph.nodes):
             if isinstance(node, Constant):
                 self._numbers[place] = text.number(node)
             elif isinstance(node, Load) and node.source.access is Access.NUMBER:
-                self._numbers[place], _ = self._arguments[node.argument]
+                self._numbers[place] = self._tensors.number(node.argument)
         self._count()
         before, text.lines = text.lines, []
         self._load((Access.LINE, Access.ROW))
@@ -104,16 +103,6 @@ class _Writer:
             before="\n".join(before),
             body="\n".join(text.lines),
         )
-
-    def _tie(self) -> None:
-        """Say what the unknown sizes of arguments are."""
-        graph, text = self.text.graph, self.text
-        for i, (access, source) in enumerate(tensors_of(graph, self.sources, self.outputs)):
-            name, kind = f"%a{i}", argument_type(graph, access, source)
-            if sizes := graph.unknown(source.access):
-                kind += f"{{{', '.join(f'%{size}' for size in sizes)}}}"
-                name = text.say(f"flow.dispatch.tie_shape {name} : {kind}")
-            self._arguments.append((name, kind))
 
     def _count(self) -> None:
         """Say how many numbers of a row loops over blocks of vectors take."""
@@ -162,54 +151,38 @@ class _Writer:
         """Load the arguments that are read so: as a whole, or of one row."""
         graph, text = self.text.graph, self.text
         for i, source in enumerate(self.sources):
-            name, kind = self._arguments[i]
             if source.access in accesses:
-                self._loaded[i] = text.say(
-                    f"iree_tensor_ext.dispatch.tensor.load {name}, {self._where(source)} "
-                    f": {kind} -> {self._part(source)}"
-                )
+                self._loaded[i] = self._tensors.load(i, self._part(source.access))
         for place, node in enumerate(graph.nodes):
             if isinstance(node, Load) and node.source.access in accesses:
                 at = {Access.ROW: "%zero", Access.ONE: ""}.get(node.source.access)
                 if at is not None:
                     self._numbers[place] = text.say(
                         f"tensor.extract {self._loaded[node.argument]}[{at}] "
-                        f": {self._part(node.source)}"
+                        f": {tensor(self._part(node.source.access).shape, node.dtype)}"
                     )
 
     def _store(self) -> None:
         """Store what is computed of the row."""
         graph, text = self.text.graph, self.text
-        targets = self._arguments[len(self.sources) :]
-        for value, (name, whole) in zip(self.outputs, targets, strict=True):
-            target = graph.source_of(value)
-            kind = self._part(target)
+        for i, value in enumerate(self.outputs):
+            part = self._part(value.access)
             if value.access is Access.LINE:
-                part = self._kept[value.node]
+                stored = self._kept[value.node]
             else:
-                part = text.say(f"tensor.from_elements {self._numbers[value.node]} : {kind}")
-            text.lines.append(
-                f"iree_tensor_ext.dispatch.tensor.store {part}, {name}, {self._where(target)} "
-                f": {kind} -> {whole}"
-            )
+                kind = tensor(part.shape, graph.nodes[value.node].dtype)
+                stored = text.say(f"tensor.from_elements {self._numbers[value.node]} : {kind}")
+            self._tensors.store(stored, i, part)
 
-    def _where(self, source: Source) -> str:
-        """Write which part of an argument is loaded or stored at a time."""
-        columns = "%columns" if self.text.graph.columns is None else self.text.graph.columns
-        offsets, sizes = {
-            Access.LINE: ("%row, 0", f"1, {columns}"),
-            Access.ROW: ("%row", "1"),
-            Access.COLUMN: ("0", f"{columns}"),
-            Access.ONE: ("", ""),
-        }[source.access]
-        steps = ", ".join("1" for _ in sizes.split(", ") if sizes)
-        return f"offsets = [{offsets}], sizes = [{sizes}], strides = [{steps}]"
-
-    def _part(self, source: Source) -> str:
-        """Write the type of that part."""
+    def _part(self, access: Access) -> Part:
+        """Return which part of a tensor is loaded or stored at a time."""
         columns = self.text.graph.columns
-        sizes = {Access.ROW: [1], Access.ONE: []}.get(source.access, [columns])
-        return tensor(sizes, source.dtype)
+        size = "%columns" if columns is None else columns
+        return {
+            Access.LINE: Part(("%row", 0), (1, size), (columns,)),
+            Access.ROW: Part(("%row",), (1,), (1,)),
+            Access.COLUMN: Part((0,), (size,), (columns,)),
+        }.get(access, Part())
 
     def _compute(self, level: int) -> None:
         """Compute what is one number of the row, and known before the pass of a level."""
@@ -289,8 +262,7 @@ class _Writer:
         if isinstance(node, Constant):
             self._vectors[place] = text.vector_of(node.number, node.dtype)
         else:
-            kinds = f"{node.dtype} to {text.vector(node.dtype)}"
-            self._vectors[place] = text.say(f"vector.broadcast {self._numbers[place]} : {kinds}")
+            self._vectors[place] = text.spread(self._numbers[place], node.dtype)
 
     def _total(self, node: Reduce, slots: Sequence[str]) -> str:
         """Combine the lanes of accumulators, and what the reduction starts from, to one number."""
