@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lowering.stages.ir.device_programs import segments_of
@@ -29,12 +30,16 @@ class Size:
     """A product; two that are equal are one number.
 
     Attributes:
-        known: the number.
-        unknown: values of the host -> how often each is a factor.
+        known: a number.
+        factors: values of the host, in the order in which they are multiplied.
     """
 
     known: int = 1
-    unknown: frozenset[tuple[Any, int]] = frozenset()
+    factors: tuple[Any, ...] = field(default=(), compare=False)
+    _counts: frozenset[tuple[Any, int]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_counts", frozenset(Counter(self.factors).items()))
 
     @classmethod
     def of(cls, value: Any) -> Size:
@@ -43,35 +48,32 @@ class Size:
             return cls(number)
         if maker_of(value) == _PRODUCT:
             return product(map(cls.of, value.owner.operands))
-        return cls(1, frozenset({(value, 1)}))
+        return cls(1, (value,))
 
     @property
     def number(self) -> int | None:
         """The size, if it is known."""
-        return self.known if not self.unknown else None
+        return self.known if not self.factors else None
 
     def put(self) -> Any:
         """Put it at the insertion point; return the value."""
-        factors = [value for value, count in self.unknown for _ in range(count)]
-        arguments = ", ".join(f"%f{i}: index" for i, _ in enumerate(factors))
+        arguments = ", ".join(f"%f{i}: index" for i, _ in enumerate(self.factors))
         last, steps = "%known", list[str]()
-        for i, _ in enumerate(factors):
+        for i, _ in enumerate(self.factors):
             steps.append(f"  %p{i} = {_PRODUCT} {last}, %f{i} : index")
             last = f"%p{i}"
         text = _MULTIPLY.format(
             arguments=arguments, known=self.known, steps="\n".join(steps), last=last
         )
-        (value,) = put(text, factors)
+        (value,) = put(text, self.factors)
         return value
 
 
 def product(sizes: Iterable[Size]) -> Size:
     """Return the product of some sizes."""
-    known, unknown = 1, Counter[Any]()
-    for size in sizes:
-        known *= size.known
-        unknown.update(dict(size.unknown))
-    return Size(known, frozenset(unknown.items()))
+    parts = list(sizes)
+    factors = tuple(value for size in parts for value in size.factors)
+    return Size(math.prod(size.known for size in parts), factors)
 
 
 def sizes_in(value: Any, given: Sequence[Any]) -> list[Size] | None:
