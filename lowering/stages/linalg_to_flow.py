@@ -9,6 +9,7 @@ from typing import Any
 from lowering.abi import PARAMETER_SCOPE
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.call_kernels import link_kernels
+from lowering.stages.flow.keep_rounding import keep_rounding
 from lowering.stages.flow.read_by_rows import mark_few_rows, read_by_rows
 from lowering.stages.flow.read_in_place import read_in_place
 from lowering.stages.flow.rows.join import join_rows
@@ -84,6 +85,7 @@ def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) 
             skip_padding(module)
             join_rows(module, session.features)
             sum_products(module)
+            keep_rounding(module)
             _check_bindings(module)
 
 

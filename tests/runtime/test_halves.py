@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,3 +123,22 @@ def test_convolutions_and_their_gradients_are_as_exact(
         error = largest_difference(other.double(), truth)
         assert largest_difference(one.double(), truth) <= 2 * error + 2e-3 * truth.abs().max()
     assert counts["host_ops"] == 0
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [48, 1000])
+def test_what_is_rounded_on_purpose_stays_rounded(
+    narrow: torch.dtype, wide: torch.dtype, size: int
+) -> None:
+    """And what is no number, or too large, is what eager makes of it."""
+
+    def function(x: torch.Tensor) -> Any:
+        y = (x * 0.5).to(narrow).to(wide)
+        return torch.exp(y), torch.softmax((x - 1).to(narrow).to(wide), -1), y.sqrt() + y
+
+    x = torch.randn(20, size) * 3
+    x[0, :4] = torch.tensor([math.nan, math.inf, -math.inf, -0.0])
+    compiled = torch.compile(function, backend="npu_iree", options={"fallback": "error"})
+    for actual, expected in zip(compiled(x), function(x), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7, equal_nan=True)
