@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from iree.compiler import ir
 from iree.runtime import _binding as hal
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -54,6 +55,7 @@ from lowering.stages.flow.read_by_rows import read_by_rows
 from lowering.stages.ir.symbols import device_functions
 from lowering.stages.iree_session import IreeSession
 from lowering.stages.linalg.read_in_panels import work_item
+from lowering.stages.linalg.separate_slices import separate_slices
 from lowering.stages.linalg_to_flow import form_dispatches, prepare
 from lowering.target import CompileTarget
 from npu_iree.targets import NPU_LOCAL
@@ -663,6 +665,29 @@ def test_only_sums_of_products_are_read_by_rows(
             before = str(module)
             read_by_rows(module, ["avx512f"])
             assert (str(module) != before) == is_product
+
+
+_SLICE = """
+func.func @slice(%x: tensor<?x8xf32>, %at: index, %n: index) -> tensor<?x8xf32> {{
+  %y = tensor.extract_slice %x[{at}, 0] [%n, 8] [{step}, 1] : tensor<?x8xf32> to tensor<?x8xf32>
+  return %y : tensor<?x8xf32>
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("at", "step", "is_copy"), [("%at", 2, True), ("%at", 1, False), ("1", 2, False)]
+)
+def test_rows_with_others_between_from_a_computed_place_are_a_copy(
+    at: str, step: int, is_copy: bool
+) -> None:
+    """Which IREE could not share out among work items, merged with their columns."""
+    with IreeSession(CompileOptions(flags=NPU_LOCAL.compile.flag_sets[0])) as session:
+        module = session.parse(_SLICE.format(at=at, step=step))
+        with session.context, ir.Location.unknown():
+            (function,) = module.body.operations
+            separate_slices(function)
+            assert count("util.optimization_barrier", str(module)) == is_copy
 
 
 @pytest.mark.parametrize("flags", NPU_LOCAL.compile.flag_sets[:2])

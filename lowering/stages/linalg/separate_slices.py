@@ -16,7 +16,9 @@ def separate_slices(function: Any) -> None:
     ("LLVM Translation failed for operation: builtin.unrealized_conversion_cast"): `x[:, ::2]` or
     `x[..., 0]`, flipped, gathered or indexed. Nor does it distribute a program that merges the
     dimensions of rows cut at a computed place ("write affecting operations on global resources are
-    restricted to workgroup distributed contexts"): `x[:, 1:] - x[:, :-1]` of any length.
+    restricted to workgroup distributed contexts"): `x[:, 1:] - x[:, :-1]` of any length; or of rows
+    with others between them, from a computed place on, such as `x[1::2]` where it is not known that
+    there is a second.
 
     A slice that is a factor of a product is a copy, too, if it is of dynamic sizes or none of its
     numbers are next to each other: IREE packs it where it multiplies, on a stack that has no end
@@ -53,13 +55,14 @@ def _is_scattered(piece: Any) -> bool:
 
 
 def _is_cut_anywhere(piece: Any) -> bool:
-    """Say whether rows are cut at a computed place, so that they have gaps that are not known."""
+    """Say whether rows are cut at a computed place, and have gaps, or gaps that are not known."""
     from iree.compiler import ir
 
     dynamic = ir.ShapedType.get_dynamic_stride_or_offset()
     source, offsets = piece.operands[0].type.shape, list(piece.attributes["static_offsets"])
+    strides = list(piece.attributes["static_strides"])
     return any(
-        offset == dynamic and any(size != 1 for size in source[:dim])
+        offset == dynamic and (strides[dim] != 1 or any(size != 1 for size in source[:dim]))
         for dim, offset in enumerate(offsets)
     )
 
