@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def followers(
     )
 
 
-@pytest.mark.parametrize(("depth", "columns"), [(96, 128), (7, 32), (512, 96)])
+@pytest.mark.parametrize(("depth", "columns"), [(96, 128), (7, 64), (512, 96), (40, 32)])
 def test_products_of_any_number_of_rows(depth: int, columns: int, counts: Counter[str]) -> None:
     torch.manual_seed(0)
     w, column = torch.randn(depth, columns) / depth**0.5, torch.randn(columns)
@@ -70,6 +71,32 @@ def test_what_is_no_number_stays_in_its_row(rows: int) -> None:
     x[0, 1], x[rows // 2, 2], x[-1, 3] = math.nan, math.inf, -math.inf
     with torch.no_grad():
         assert_same(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (lambda x, w: x.t() @ w, (48, 17)),
+        (lambda x, w: torch.relu(x).t() @ w, (48, 17)),
+        (lambda x, w: torch.relu(x.t() @ w) + 1, (48, 17)),
+        (lambda x, w: x.permute(0, 2, 1).reshape(-1, 48) @ w, (1, 48, 17)),
+        (lambda x, w: torch.relu(x[0].flatten(1).t() @ w), (1, 48, 5, 6)),
+        (lambda x, w: x.flatten(2).transpose(1, 2) @ w, (2, 48, 5, 6)),
+        (lambda x, w: torch.relu(x.t().contiguous() @ w) + x.t()[:, :1], (48, 17)),
+    ],
+)
+def test_rows_that_lie_as_columns(
+    function: Callable[..., Any], shape: tuple[int, ...], counts: Counter[str]
+) -> None:
+    w = torch.randn(48, 64) / 7
+    torch._dynamo.mark_static(w)
+    compiled = torch.compile(function, backend="npu_iree", dynamic=True)
+    for more in (0, 13):
+        x = torch.randn(*shape[:-1], shape[-1] + more)
+        torch._dynamo.mark_static(x, shape.index(48))
+        assert_same(compiled(x, w), function(x, w))
+    assert counts["graphs"] == 1
+    assert counts["refused_flags"] == 0
 
 
 def test_gradients_of_any_number_of_rows(counts: Counter[str]) -> None:

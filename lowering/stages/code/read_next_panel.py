@@ -115,7 +115,7 @@ class _Block:
         k, reader = loop.levels[0].header.arguments[0], _reader_of(loop)
         if self.begin is not None:
             with ir.InsertionPoint.after(self.begin.owner), ir.Location.unknown():
-                (ratio,) = put(_RATIO.format(**sizes), [self.end])
+                (ratio,) = put(_RATIO.format(**sizes), [_value(self.end)])
         with ir.InsertionPoint(reader), ir.Location.unknown():
             (place,) = put(text, [loop.panel, k, _value(self.row), _value(ratio)])
         for line in range(lines):

@@ -32,6 +32,7 @@ _OF_HALVES = frozenset({"arith.extf", "arith.truncf", "arith.select"})
 _DIVISIONS = ("divsi", "divui", "remsi", "remui", "ceildiv", "floordiv")
 _TRAPS = ("math.ipowi", *(f"arith.{op}" for op in _DIVISIONS))
 _SOFTMAX = "linalg.softmax"
+_PRODUCT_LOOPS = [[0, 3], [1, 3, 2], [0, 1, 2]]  # of rows, panels, and sums
 _FREE = frozenset({"arith.constant", "tensor.empty", "func.return"})
 _TELLS_SIZES = frozenset({"iree_tensor_ext.dispatch.workload.ordinal", "flow.dispatch.tie_shape"})
 
@@ -152,7 +153,7 @@ class _Reader:
         """Add the product of a matrix by panels (`lowering.stages.linalg.read_in_panels`)."""
         factor, panels = inputs_of(op)
         is_loaded = all(maker_of(value) == LOAD for value in (factor, panels))
-        if not is_loaded or op.operands[-1] not in self._fills:
+        if not (is_loaded and op.operands[-1] in self._fills and _is_as_written(op)):
             return False
         count, depth, width = panels.type.shape
         sources = (
@@ -316,6 +317,12 @@ class _Reader:
 
 def _attributes(op: Any) -> str:
     return ", ".join(f"{name} = {op.attributes[name]}" for name in op.attributes)
+
+
+def _is_as_written(op: Any) -> bool:
+    """Say whether a product is still what was marked: IREE may have it read a factor transposed."""
+    body = [inner.operation.name for inner in op.regions[0].blocks[0].operations]
+    return _maps(op) == _PRODUCT_LOOPS and body == ["arith.mulf", "arith.addf", "linalg.yield"]
 
 
 def _is_plain(kind: Any) -> bool:
