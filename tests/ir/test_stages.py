@@ -53,8 +53,8 @@ from lowering.stages.code.read_rows_ahead import read_rows_ahead
 from lowering.stages.flow.bind_functions import add_bind_functions
 from lowering.stages.flow.read_by_rows import read_by_rows
 from lowering.stages.ir.symbols import device_functions
+from lowering.stages.ir.work_items import work_item
 from lowering.stages.iree_session import IreeSession
-from lowering.stages.linalg.read_in_panels import work_item
 from lowering.stages.linalg.separate_slices import separate_slices
 from lowering.stages.linalg_to_flow import form_dispatches, prepare
 from lowering.target import CompileTarget

@@ -13,7 +13,7 @@ from lowering.stages.code.multiply_tiles import LEAST_HEIGHT, has_tiles, suits_t
 from lowering.stages.code.tile_functions import COLUMNS, DEPTH, ROWS
 from lowering.stages.ir.dispatch_work import sizes_of
 from lowering.stages.ir.symbols import CONFIG, device_functions
-from lowering.stages.linalg.read_in_panels import unevenness
+from lowering.stages.ir.work_items import unevenness
 
 # What is read and written: of an image [N, H, W, C], a weight [KH, KW, C, F], and a result.
 _LOOPS = "(d0, d1, d2, d3, d4, d5, d6)"

@@ -105,15 +105,15 @@ class _Block:
         from iree.compiler import ir
 
         loop, sizes = self.loop, {"bits": _RATIO_BITS, "row_bytes": _ROW_BYTES}
-        lines = (
-            1 if self.begin is not None else -(-loop.height * _ROW_BYTES // (rows * _LINE_BYTES))
-        )
-        ratio = (_ROW_BYTES << _RATIO_BITS) // rows + 1
         text = _PLACE.format(
             depth=loop.depth, height=loop.height, panel_bytes=loop.depth * _ROW_BYTES, **sizes
         )
         k, reader = loop.levels[0].header.arguments[0], _reader_of(loop)
-        if self.begin is not None:
+        if self.begin is None:
+            lines = -(-loop.height * _ROW_BYTES // (rows * _LINE_BYTES))
+            ratio: Any = (_ROW_BYTES << _RATIO_BITS) // rows + 1
+        else:
+            lines = 1
             with ir.InsertionPoint.after(self.begin.owner), ir.Location.unknown():
                 (ratio,) = put(_RATIO.format(**sizes), [_value(self.end)])
         with ir.InsertionPoint(reader), ir.Location.unknown():

@@ -6,14 +6,20 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from lowering.stages.ir.device_programs import DISPATCH, EXECUTABLE, functions_of, set_type
+from lowering.stages.ir.device_programs import (
+    DISPATCH,
+    EXECUTABLE,
+    argument_of,
+    functions_of,
+    results_of,
+    set_type,
+)
 from lowering.stages.ir.dispatch_work import STORE, made_by, sizes_of, walk
 from lowering.stages.ir.symbols import inside, maker_of, symbol_of
 
 _PACKS = "iree_encoding.set_encoding"
 _SPLITS = "tensor.expand_shape"
 _MERGES = "tensor.collapse_shape"
-_TIES = "flow.dispatch.tie_shape"
 _TILES = (2, 4, 8, 16, 32, 64)  # rows or columns that data tiling may pack together
 
 
@@ -95,7 +101,7 @@ def _store_unpacked(pack: Any) -> tuple[int, Any]:
     store = uses[0].owner
     packed, plain = pack.results[0].type, pack.operands[0].type
     target = store.operands[1]
-    argument = target.owner.operands[0] if maker_of(target) == _TIES else target
+    argument = argument_of(target)
     made = [a for a in argument.owner.arguments if "<writeonly:" in str(a.type)]
     kind = ir.Type.parse(str(target.type).replace(str(packed), str(plain)))
     for value in {target, argument}:
@@ -112,7 +118,7 @@ def _pack_behind(dispatch: Any, place: int, packed: Any) -> None:
     result = made_by(dispatch)[place]
     kind = ir.RankedTensorType(packed)
     result.set_type(ir.RankedTensorType.get(kind.shape, kind.element_type))
-    sizes = _dynamic_sizes(dispatch, result)
+    sizes = dict(results_of(dispatch))[result]
     segments = ir.DenseI32ArrayAttr.get([1, len(sizes), len(sizes)])
     with ir.InsertionPoint.after(dispatch), dispatch.location:
         pack = ir.Operation.create(
@@ -122,13 +128,3 @@ def _pack_behind(dispatch: Any, place: int, packed: Any) -> None:
             attributes={"operandSegmentSizes": segments},
         )
     result.replace_all_uses_except(pack.result, [pack])
-
-
-def _dynamic_sizes(dispatch: Any, result: Any) -> list[Any]:
-    """Return the dynamic sizes of a result: those of all results are the last operands."""
-    from iree.compiler import ir
-
-    counts = [sizes_of(r.type).count(None) for r in dispatch.results]
-    place = ir.OpResult(result).result_number
-    first = len(dispatch.operands) - sum(counts[place:])
-    return list(dispatch.operands)[first : first + counts[place]]

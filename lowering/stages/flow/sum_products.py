@@ -6,7 +6,7 @@ from typing import Any
 
 from lowering.stages.ir.dispatch_work import walk
 from lowering.stages.ir.structured import RESHAPES, inputs_of, is_elementwise
-from lowering.stages.ir.symbols import maker_of
+from lowering.stages.ir.symbols import maker_of, origin_of
 from lowering.stages.ir.templates import put
 
 # `math.fma` with -0.0 is the product, which IREE takes for none.
@@ -37,8 +37,7 @@ def hide_products(function: Any) -> None:
             continue
         if maker_of(_yielded(op)) == "arith.addf":
             for value in inputs_of(op):
-                while maker_of(value) in RESHAPES:
-                    value = value.owner.operands[0]
+                value = origin_of(value, RESHAPES)
                 is_op = maker_of(value) == "linalg.generic" and is_elementwise(value.owner)
                 if is_op and maker_of(product := _yielded(value.owner)) == "arith.mulf":
                     _hide(product.owner)

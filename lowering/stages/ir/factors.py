@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from lowering.stages.ir.structured import is_elementwise
-from lowering.stages.ir.symbols import maker_of
+from lowering.stages.ir.symbols import maker_of, origin_of
 
 TO_FLOAT = "arith.sitofp"
 _WIDENS = frozenset({"arith.extf", "arith.extsi", TO_FLOAT})
@@ -79,6 +79,4 @@ def as_float(name: str, dtype: str) -> tuple[str, str]:
 
 def is_weight(value: Any, through: Collection[str] = VIEWS) -> bool:
     """Say whether a value is a parameter, in any shape; or a part of one, `through` slices."""
-    while maker_of(value) in through:
-        value = value.owner.operands[0]
-    return maker_of(value) == "util.global.load"
+    return maker_of(origin_of(value, through)) == "util.global.load"

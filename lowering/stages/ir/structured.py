@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lowering.stages.ir.symbols import constant_of, maker_of
+
 # Ops whose result is the numbers of their first operand, in the same order.
 RESHAPES = frozenset({"tensor.cast", "tensor.collapse_shape", "tensor.expand_shape"})
 # ... or some of them.
@@ -28,6 +30,11 @@ def is_tensor(value: Any) -> bool:
 def is_of_nothing(op: Any) -> bool:
     """Say whether an op makes tensors of no other: one number everywhere, or 0, 1, 2, ..."""
     return bool(op.name.startswith("linalg.")) and not any(map(is_tensor, inputs_of(op)))
+
+
+def is_zeros(value: Any) -> bool:
+    """Say whether a tensor is zeros, as sums begin with."""
+    return maker_of(value) == "linalg.fill" and constant_of(value.owner.operands[0]) == 0
 
 
 def is_elementwise(op: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 CONFIG = "lowering_config"  # of an op: the sizes of its loops
@@ -39,6 +40,13 @@ def device_functions(module: Any, kind: str = "llvm.func") -> list[Any]:
 def maker_of(value: Any) -> str:
     """Return the name of the op that makes a value; none if it is the argument of a block."""
     return getattr(value.owner, "name", "")
+
+
+def origin_of(value: Any, through: Collection[str]) -> Any:
+    """Return what a value comes from, through the first operands of ops of some names."""
+    while maker_of(value) in through:
+        value = value.owner.operands[0]
+    return value
 
 
 def constant_of(value: Any) -> int | None:

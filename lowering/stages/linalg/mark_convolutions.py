@@ -12,6 +12,7 @@ from lowering.cpu import best_for
 from lowering.stages.code.multiply_tiles import has_tiles
 from lowering.stages.ir.barrier import behind_barrier
 from lowering.stages.ir.factors import is_weight, shapes_of
+from lowering.stages.ir.structured import is_zeros
 from lowering.stages.ir.symbols import constant_of, inside, maker_of
 from lowering.stages.ir.templates import floats, put
 
@@ -210,7 +211,7 @@ class _Convolution:
         (sums,) = put(self._text(image, panels), [image, panels])
         if self._count > 1:
             (sums,) = put(_MERGED.format(parts=sums.type, y=floats(*self.made)), [sums])
-        if maker_of(self.start) == "linalg.fill" and constant_of(self.start.owner.operands[0]) == 0:
+        if is_zeros(self.start):
             return sums
         bias = _bias_of(self.start)
         if bias is not None:

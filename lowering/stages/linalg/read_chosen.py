@@ -8,7 +8,7 @@ from typing import Any
 
 from lowering.cpu import best_for
 from lowering.stages.ir.factors import is_plain, is_weight, shapes_of, transposed
-from lowering.stages.ir.structured import inputs_of
+from lowering.stages.ir.structured import inputs_of, is_zeros
 from lowering.stages.ir.symbols import maker_of
 from lowering.stages.ir.templates import clones, floats, put, replace_by
 
@@ -189,7 +189,7 @@ def _product_of(op: Any, block: tuple[int, int]) -> _Product | None:
     if op.operation.name != "linalg.batch_matmul" or not is_plain(op.operation, rank=3):
         return None
     shapes, (x, w, start) = shapes_of(op), op.operands
-    if shapes is None or not _is_zeros(start) or (choice := _choice_of(w)) is None:
+    if shapes is None or not is_zeros(start) or (choice := _choice_of(w)) is None:
         return None
     (count, m, k), n = shapes[0], shapes[1][-1]
     groups = choice.matrices.type.shape[0]
@@ -256,17 +256,6 @@ def _makers(value: Any, body: Any) -> Sequence[Any]:
         needed.update(op.operands)
     inside = [v for v in needed if v.owner == body]
     return makers[::-1] if inside == [body.arguments[0]] else ()
-
-
-def _is_zeros(value: Any) -> bool:
-    from iree.compiler import ir
-
-    if maker_of(value) != "linalg.fill":
-        return False
-    number = value.owner.operands[0]
-    return maker_of(number) == "arith.constant" and (
-        ir.FloatAttr(number.owner.attributes["value"]).value == 0.0
-    )
 
 
 def _indices(product: _Product) -> Any:

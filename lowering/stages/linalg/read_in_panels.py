@@ -21,9 +21,10 @@ from lowering.stages.ir.factors import (
     shapes_of,
     transposed,
 )
-from lowering.stages.ir.structured import broadcast_inputs, is_elementwise
-from lowering.stages.ir.symbols import maker_of
+from lowering.stages.ir.structured import broadcast_inputs, is_elementwise, is_zeros
+from lowering.stages.ir.symbols import maker_of, origin_of
 from lowering.stages.ir.templates import floats, replace_by, tensor
+from lowering.stages.ir.work_items import ANY_ROWS, work_item
 from lowering.stages.linalg.mark_convolutions import MARK
 
 # Rows (at most) and columns of a result that registers hold, by what the CPU can do, the first that
@@ -33,15 +34,7 @@ _BLOCKS: Mapping[frozenset[str], tuple[int, int] | None] = {
     frozenset({"avx2", "fma"}): (6, 16),
     frozenset(): None,
 }
-_ROWS = range(128, 513)  # of a work item, if there are more, and so many divide them
-ANY_ROWS = 256  # as many as those that are not known are taken for
-_MOST_PANELS = 16  # of a work item
-# IREE's task system hands out work items one by one while there are fewer than 8 for each worker,
-# and else 8 at a time (`iree/task/tuning.h`); they are made such that these have the same to do.
-_AT_A_TIME = 8
-_WORKERS = (2, 4, 8)
 _LEAST_PADDED = 512  # columns, of which at most one panel is not full
-_MOST_STACKED = 64  # matrices: how unevenly more are shared out hardly differs
 
 # Of stacked matrices, {s} is "s, " and {one} is "1, "; of single ones, nothing.
 _PRODUCT = """
@@ -359,7 +352,7 @@ def _product_of_any_rows(op: Any, block: tuple[int, int]) -> _Product | None:
     sizes, (k, n) = sizes_of(x.type), sizes_of(w.type)[-2:]
     dtypes = {str(value.type.element_type) for value in op.operands}
     is_known = None not in (k, n) and sizes == (None, k) and dtypes == {"f32"}
-    if not is_known or not k or not n or n % block[1] or not _is_of_zeros(start):
+    if not is_known or not k or not n or n % block[1] or not is_zeros(start):
         return None
     source = transposed(w, 2)
     factor = w if source is None else source
@@ -376,48 +369,4 @@ def _product_of_any_rows(op: Any, block: tuple[int, int]) -> _Product | None:
 
 def _is_moved(value: Any) -> bool:
     """Say whether a matrix is made by moving its numbers to another order, in any shape."""
-    while maker_of(value) in VIEWS:
-        value = value.owner.operands[0]
-    return maker_of(value) == "linalg.transpose"
-
-
-def _is_of_zeros(value: Any) -> bool:
-    if maker_of(value) != "linalg.fill":
-        return False
-    number = value.owner.operands[0]
-    is_constant = maker_of(number) == "arith.constant"
-    return is_constant and number.owner.attributes["value"].value == 0.0
-
-
-def work_item(m: int, panels: int, stack: int, rows: int) -> tuple[int, int]:
-    """Return how many rows and panels a worker computes at a time."""
-    stack = min(stack, _MOST_STACKED)
-    if m in _ROWS or not (divisors := [d for d in _ROWS if m % d == 0]):
-        item_rows = -(-m // rows) * rows
-    else:  # as many in each, or the last of them would have a loop of a size that is not known
-        item_rows = divisors[-1]
-    heights = [min(item_rows, m - top) for top in range(0, m, item_rows)]
-
-    def uneven(item: int) -> float:
-        widths = [min(item, panels - left) for left in range(0, panels, item)]
-        return unevenness([h * w for _ in range(stack) for h in heights for w in widths])
-
-    return item_rows, min(range(1, min(panels, _MOST_PANELS) + 1), key=uneven)
-
-
-def unevenness(items: Sequence[int]) -> float:
-    """Say how long the busiest worker works, for several numbers of them: the least is best.
-
-    Args:
-        items: how long each work item takes, in the order in which they are handed out.
-    """
-    return round(sum(_longest(items, w) * w / sum(items) for w in _WORKERS), 2)
-
-
-def _longest(items: Sequence[int], workers: int) -> int:
-    """Return what the busiest of some workers has to do."""
-    share = 1 if len(items) < _AT_A_TIME * workers else _AT_A_TIME
-    loads = [0] * workers
-    for begin in range(0, len(items), share):
-        loads[loads.index(min(loads))] += sum(items[begin : begin + share])
-    return max(loads)
+    return maker_of(origin_of(value, VIEWS)) == "linalg.transpose"

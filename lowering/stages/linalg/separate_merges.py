@@ -14,7 +14,7 @@ from lowering.stages.ir.structured import (
     makes_factor,
     products_of,
 )
-from lowering.stages.ir.symbols import maker_of
+from lowering.stages.ir.symbols import maker_of, origin_of
 
 
 def separate_merges(function: Any) -> None:
@@ -57,8 +57,7 @@ def _separate_addends(product: Any, places: Mapping[Any, int]) -> None:
     for op in _followers(product.results[0]):
         others = []
         for place, operand in enumerate(inputs_of(op)):
-            while maker_of(operand) in RESHAPES:
-                operand = operand.owner.operands[0]
+            operand = origin_of(operand, RESHAPES)
             is_computed = maker_of(operand).startswith("linalg.")
             if not is_computed or None not in sizes_of(operand.type):
                 continue

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from lowering.stages.ir.barrier import behind_barrier
 from lowering.stages.ir.structured import inputs_of, is_elementwise
-from lowering.stages.ir.symbols import maker_of
+from lowering.stages.ir.symbols import maker_of, origin_of
 
 _MAP = re.compile(r"\((?P<loops>[^)]*)\) -> \((?P<results>.*)\)>")
 
@@ -91,8 +91,7 @@ def _is_diagonal(value: Any, loops: Sequence[_Place]) -> bool:
 
 
 def _loop(index: Any) -> _Place:
-    while maker_of(index) == "arith.index_cast":
-        index = index.owner.operands[0]
+    index = origin_of(index, ("arith.index_cast",))
     if maker_of(index) != "linalg.index":
         return None
     return int(index.owner.attributes["dim"].value), ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 # Ops that cost no more than to load what they make.
@@ -203,20 +203,17 @@ class RowGraph:
         dimensions = self.dimensions if source is None else self.sizes_of(source)
         return [name for name, size in dimensions if size is None]
 
-    @property
-    def multiplied(self) -> list[Multiply]:
-        """The products."""
-        return [node for node in self.nodes if isinstance(node, Multiply)]
-
     def source_of(self, value: Value) -> Source:
         """Return what a tensor is that holds a value."""
         return Source(value.access, self.nodes[value.node].dtype)
 
-    def reductions(self) -> Iterator[tuple[int, Reduce]]:
+    def reductions(self) -> list[tuple[int, Reduce]]:
         """Return the nodes that are reductions, with their places."""
-        for place, node in enumerate(self.nodes):
-            if isinstance(node, Reduce):
-                yield place, node
+        return [(place, node) for place, node in enumerate(self.nodes) if isinstance(node, Reduce)]
+
+    def products(self) -> list[tuple[int, Multiply]]:
+        """Return the nodes that are products, with their places."""
+        return [(i, node) for i, node in enumerate(self.nodes) if isinstance(node, Multiply)]
 
     def kept(self, outputs: Sequence[int], most: int) -> dict[int, int]:
         """Return what is stored when it is computed, because a later pass reads it.

@@ -24,7 +24,7 @@ from lowering.stages.ir.device_programs import (
 )
 from lowering.stages.ir.dispatch_work import made_by, walk
 from lowering.stages.ir.sizes import product
-from lowering.stages.ir.symbols import inside, maker_of, symbol_of
+from lowering.stages.ir.symbols import inside, origin_of, symbol_of
 
 _LANES = {frozenset({"avx512f"}): 16, frozenset[str](): 8}  # numbers of a vector
 # Rows that keep all threads busy; of fewer, what computes number by number is joined if it is few.
@@ -75,9 +75,7 @@ class _Member:
         """Take a dispatch of a program of one block, of tensors and their sizes."""
         if op.name != DISPATCH or len(made_by(op)) < len(op.results):
             return None
-        if len(op.attributes["entry_points"]) != 1:
-            return None
-        if not _PLAIN.issuperset(op.attributes):
+        if len(op.attributes["entry_points"]) != 1 or not _PLAIN.issuperset(op.attributes):
             return None
         executable = executables.get(entry_of(op))
         functions = functions_of(executable) if executable is not None else []
@@ -98,7 +96,7 @@ class _Member:
     @property
     def roots(self) -> list[Any]:
         """What it takes, before it was reshaped."""
-        return [_root(value) for value in self.given]
+        return [origin_of(value, (_RESHAPE,)) for value in self.given]
 
     @property
     def shape(self) -> Shape | None:
@@ -305,13 +303,6 @@ def _add(member: _Member, groups: list[_Group], lanes: int) -> bool:
             groups[:] = [*(group for group in groups if group not in chosen), grown]
             return True
     return False
-
-
-def _root(value: Any) -> Any:
-    """Return what a value is a reshape of."""
-    while maker_of(value) == _RESHAPE:
-        value = value.owner.operands[0]
-    return value
 
 
 def _reshaped(given: Sized, wanted: Sized) -> Sized:

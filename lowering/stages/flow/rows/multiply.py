@@ -18,8 +18,8 @@ from lowering.stages.flow.rows.graph import (
 from lowering.stages.flow.rows.signature import arguments_of
 from lowering.stages.flow.rows.tensors import Part, Tensors
 from lowering.stages.flow.rows.text import Text
-from lowering.stages.ir.templates import tensor
-from lowering.stages.linalg.read_in_panels import ANY_ROWS, work_item
+from lowering.stages.ir.templates import floats, tensor
+from lowering.stages.ir.work_items import ANY_ROWS, work_item
 
 _MOST_ROWS = 2 * ANY_ROWS  # of a work item
 _FEW = (4, 1)  # rows of a block, where there are fewer than the registers hold the sums of
@@ -71,7 +71,7 @@ func.func @product({arguments}) {{
 
 def can_multiply(graph: RowGraph, outputs: Sequence[Value]) -> bool:
     """Say whether a graph is a product of unknown rows, and what is computed number by number."""
-    is_plain = len(graph.multiplied) == 1 and not any(graph.reductions())
+    is_plain = len(graph.products()) == 1 and not graph.reductions()
     is_any = graph.rows is None and graph.columns is not None
     return is_plain and is_any and all(value.access is Access.LINE for value in outputs)
 
@@ -118,7 +118,7 @@ class _Product:
     @classmethod
     def of(cls, graph: RowGraph) -> _Product:
         """Find the one of a graph."""
-        ((place, node),) = ((i, n) for i, n in enumerate(graph.nodes) if isinstance(n, Multiply))
+        ((place, node),) = graph.products()
         panels = graph.nodes[node.panels]
         assert isinstance(panels, Load)
         return cls(place, node, *panels.source.sizes)
@@ -194,7 +194,7 @@ class _Writer:
                 continue
             if access is Access.COLUMN:
                 line = self.load(place, Part(("%column",), (width,), (width,)))
-                vector = text.read(line, ["%zero"], [width], node.dtype)
+                vector = text.read(line, "%zero", tensor([width], node.dtype), node.dtype)
             elif access is Access.ONE:
                 one = tensor([], node.dtype)
                 number = text.say(f"tensor.extract {self.load(place, Part())}[] : {one}")
@@ -253,10 +253,7 @@ class _Block:
             tile = text.say(f"tensor.empty() : {kind}")
             for r, row in enumerate(self._rows):
                 vector = self._value(output.node, r, values[r])
-                tile = text.say(
-                    f"vector.transfer_write {vector}, {tile}[{row}, %zero] {{in_bounds = [true]}} "
-                    f": {text.vector(dtype)}, {kind}"
-                )
+                tile = text.write(vector, tile, f"{row}, %zero", kind, dtype)
             self.writer.tensors.store(tile, i, self._lines)
 
     @property
@@ -270,7 +267,7 @@ class _Block:
         text, product, height = self.writer.text, self.writer.product, self.height
         shape = height, product.depth
         factor = self.writer.load(product.node.factor, Part((self.begin, 0), shape, shape))
-        kind, panel = text.vector("f32"), [product.depth, product.width]
+        kind, panel = text.vector("f32"), floats(product.depth, product.width)
         all_kind = f"vector<{height}x{product.width}xf32>"
         zeros = text.say(f"arith.constant dense<0.0> : {all_kind}")
         sums, k, total = text.new("sums"), text.new("k"), text.new("sum")
@@ -278,9 +275,9 @@ class _Block:
             f"{sums} = scf.for {k} = %zero to %depth step %one "
             f"iter_args({total} = {zeros}) -> ({all_kind}) {{"
         )
-        line, more = text.read(self.panel, [k, "%zero"], panel, "f32"), total
+        line, more = text.read(self.panel, f"{k}, %zero", panel, "f32"), total
         for r, row in enumerate(self._rows):
-            number = text.say(f"tensor.extract {factor}[{row}, {k}] : {tensor(shape, 'f32')}")
+            number = text.say(f"tensor.extract {factor}[{row}, {k}] : {floats(*shape)}")
             same = text.spread(number, "f32")
             before = text.say(f"vector.extract {total}[{r}] : {kind} from {all_kind}")
             after = text.say(f"vector.fma {same}, {line}, {before} : {kind}")
@@ -313,8 +310,8 @@ class _Block:
         part = self._lines if is_line else Part((self.begin,), (self.height,), (self.height,))
         if place not in self._tiles:
             self._tiles[place] = self.writer.load(place, part)
-        if is_line:
-            return text.read(self._tiles[place], [row, "%zero"], part.shape, node.dtype)
         kind = tensor(part.shape, node.dtype)
+        if is_line:
+            return text.read(self._tiles[place], f"{row}, %zero", kind, node.dtype)
         number = text.say(f"tensor.extract {self._tiles[place]}[{row}] : {kind}")
         return text.spread(number, node.dtype)

@@ -87,10 +87,8 @@ class Pass:
             after[slot] = text.combine(node, value, after[slot], of_vectors=True)
         for i, place in enumerate(self.stored, sums):
             value, dtype = self._value(place, step), self._graph.nodes[place].dtype
-            after[i] = text.say(
-                f"vector.transfer_write {value}, {after[i]}[{step.place}] "
-                f"{self._bounds(step)} : {text.vector(dtype)}, {text.line(dtype)}"
-            )
+            whole = step.mask is None
+            after[i] = text.write(value, after[i], step.place, text.line(dtype), dtype, whole=whole)
         return after
 
     def needed(self) -> Collection[int]:
@@ -136,12 +134,5 @@ class Pass:
         return values[place]
 
     def _read(self, line: str, dtype: str, step: Step) -> str:
-        text = self.text
-        beyond = text.say(f"arith.constant {'0.0' if 'f' in dtype else '0'} : {dtype}")
-        return text.say(
-            f"vector.transfer_read {line}[{step.place}], {beyond} {self._bounds(step)} "
-            f": {text.line(dtype)}, {text.vector(dtype)}"
-        )
-
-    def _bounds(self, step: Step) -> str:
-        return f"{{in_bounds = [{'true' if step.mask is None else 'false'}]}}"
+        kind, whole = self.text.line(dtype), step.mask is None
+        return self.text.read(line, step.place, kind, dtype, whole=whole)

@@ -43,7 +43,7 @@ class RowProgram:
     @property
     def kind(self) -> str:
         """What its functions are called: prefetches go to products (`stages.code.read_ahead`)."""
-        return "matmul" if self.graph.multiplied else "rows"
+        return "matmul" if self.graph.products() else "rows"
 
     def key(self) -> Hashable:
         """Return what two programs that do the same have in common."""
@@ -58,7 +58,7 @@ class RowProgram:
         """
         graph, count = self.graph, len(self.sources) + len(self.outputs)
         is_small = count <= MOST_BINDINGS and len(graph.nodes) <= _MOST_NODES
-        if graph.multiplied:
+        if graph.products():
             return is_small and can_multiply(graph, self.outputs)
         are_long = graph.columns is None or graph.columns * 2 >= lanes
         return is_small and graph.rows != 0 and are_long
@@ -98,7 +98,7 @@ class RowProgram:
         from iree.compiler import ir
 
         graph = self.graph
-        if graph.multiplied:
+        if graph.products():
             text = write_product(graph, self.sources, self.outputs)
             work_items = count_blocks(graph)
         else:

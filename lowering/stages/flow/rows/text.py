@@ -66,12 +66,21 @@ class Text:
         """Write a vector of one number, which is a value."""
         return self.say(f"vector.broadcast {number} : {dtype} to {self.vector(dtype)}")
 
-    def read(self, source: str, at: Sequence[str], shape: Sequence[int | None], dtype: str) -> str:
-        """Read a whole vector of a tensor."""
+    def read(self, source: str, at: str, kind: str, dtype: str, *, whole: bool = True) -> str:
+        """Read a vector of a tensor, of a type; it may end beyond that, unless it is whole."""
         beyond = self.say(f"arith.constant {'0.0' if 'f' in dtype else '0'} : {dtype}")
         return self.say(
-            f"vector.transfer_read {source}[{', '.join(at)}], {beyond} {{in_bounds = [true]}} "
-            f": {tensor(shape, dtype)}, {self.vector(dtype)}"
+            f"vector.transfer_read {source}[{at}], {beyond} {_bounds(whole=whole)} "
+            f": {kind}, {self.vector(dtype)}"
+        )
+
+    def write(
+        self, vector: str, target: str, at: str, kind: str, dtype: str, *, whole: bool = True
+    ) -> str:
+        """Write a vector into a tensor; return that."""
+        return self.say(
+            f"vector.transfer_write {vector}, {target}[{at}] {_bounds(whole=whole)} "
+            f": {self.vector(dtype)}, {kind}"
         )
 
     def neutral(self, node: Reduce) -> str:
@@ -85,3 +94,7 @@ class Text:
     def line(self, dtype: str) -> str:
         """Write the type of the tensor that is a row."""
         return tensor([self.graph.columns], dtype)
+
+
+def _bounds(*, whole: bool) -> str:
+    return f"{{in_bounds = [{'true' if whole else 'false'}]}}"

@@ -49,7 +49,8 @@ def write(graph: RowGraph, sources: Sequence[Source], outputs: Sequence[Value], 
         outputs: what the arguments after these get.
         lanes: numbers of a vector.
     """
-    return _Writer(Text(graph, lanes), sources, outputs).program()
+    text = Text(graph, lanes)
+    return _Writer(text, Tensors(text, sources, outputs)).program()
 
 
 # Of a pass, what there is before, and where a step of a loop begins: write it; what it leaves.
@@ -62,13 +63,11 @@ class _Writer:
 
     Attributes:
         text: the ops.
-        sources, outputs: as for `write`.
+        tensors: the arguments.
     """
 
     text: Text
-    sources: Sequence[Source]
-    outputs: Sequence[Value]
-    _tensors: Tensors = field(init=False)
+    tensors: Tensors
     _loaded: dict[int, str] = field(default_factory=dict)  # argument -> a tensor, or its row
     _numbers: dict[int, str] = field(default_factory=dict)  # node -> its number, of the row
     _vectors: dict[int, str] = field(default_factory=dict)  # node -> that in all lanes
@@ -76,18 +75,15 @@ class _Writer:
     _under: dict[int, int] = field(default_factory=dict)  # node -> what lies in its place before
     _held: dict[int, dict[int, str]] = field(default_factory=dict)  # place in a short row -> nodes
 
-    def __post_init__(self) -> None:
-        self._tensors = Tensors(self.text, self.sources, self.outputs)
-
     def program(self) -> str:
         graph, text = self.text.graph, self.text
-        self._tensors.tie()
+        self.tensors.tie()
         self._load((Access.COLUMN, Access.ONE))
         for place, node in enumerate(graph.nodes):
             if isinstance(node, Constant):
                 self._numbers[place] = text.number(node)
             elif isinstance(node, Load) and node.source.access is Access.NUMBER:
-                self._numbers[place] = self._tensors.number(node.argument)
+                self._numbers[place] = self.tensors.number(node.argument)
         self._count()
         before, text.lines = text.lines, []
         self._load((Access.LINE, Access.ROW))
@@ -98,7 +94,7 @@ class _Writer:
             self._compute(level + 1)
         self._store()
         return _FUNCTION.format(
-            arguments=arguments_of(graph, self.sources, self.outputs),
+            arguments=arguments_of(graph, self.tensors.sources, self.tensors.outputs),
             sizes=write_sizes(graph),
             before="\n".join(before),
             body="\n".join(text.lines),
@@ -121,7 +117,7 @@ class _Writer:
     def _keep(self) -> list[int]:
         """Begin the tensors of what passes store; return the levels of these passes."""
         graph, text = self.text.graph, self.text
-        stored = [value.node for value in self.outputs if value.access is Access.LINE]
+        stored = [value.node for value in self.tensors.outputs if value.access is Access.LINE]
         own = {place: place for place in stored}
         kept = own if self._is_short else graph.kept(stored, _STACK)
         sizes = "" if graph.columns is not None else "%columns"
@@ -150,9 +146,9 @@ class _Writer:
     def _load(self, accesses: Sequence[Access]) -> None:
         """Load the arguments that are read so: as a whole, or of one row."""
         graph, text = self.text.graph, self.text
-        for i, source in enumerate(self.sources):
+        for i, source in enumerate(self.tensors.sources):
             if source.access in accesses:
-                self._loaded[i] = self._tensors.load(i, self._part(source.access))
+                self._loaded[i] = self.tensors.load(i, self._part(source.access))
         for place, node in enumerate(graph.nodes):
             if isinstance(node, Load) and node.source.access in accesses:
                 at = {Access.ROW: "%zero", Access.ONE: ""}.get(node.source.access)
@@ -165,14 +161,14 @@ class _Writer:
     def _store(self) -> None:
         """Store what is computed of the row."""
         graph, text = self.text.graph, self.text
-        for i, value in enumerate(self.outputs):
+        for i, value in enumerate(self.tensors.outputs):
             part = self._part(value.access)
             if value.access is Access.LINE:
                 stored = self._kept[value.node]
             else:
                 kind = tensor(part.shape, graph.nodes[value.node].dtype)
                 stored = text.say(f"tensor.from_elements {self._numbers[value.node]} : {kind}")
-            self._tensors.store(stored, i, part)
+            self.tensors.store(stored, i, part)
 
     def _part(self, access: Access) -> Part:
         """Return which part of a tensor is loaded or stored at a time."""
