@@ -9,11 +9,13 @@ from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 
-def graph_module_of(owner: fx.GraphModule | None, graph: fx.Graph) -> fx.GraphModule:
+def graph_module_of(
+    owner: fx.GraphModule | dict[str, Any] | None, graph: fx.Graph
+) -> fx.GraphModule:
     """Make a graph module; writing its code would be a fifth of the time that a plan takes.
 
     Args:
-        owner: holds what the graph's `get_attr` nodes name.
+        owner: holds what the graph's `get_attr` nodes name; or that itself, by these names.
         graph: the graph.
     """
     return _LazyGraphModule(owner if owner is not None else {}, graph)

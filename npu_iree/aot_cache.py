@@ -326,7 +326,7 @@ def _tag(options: Options, graph_module: fx.GraphModule, inputs: Sequence[Any]) 
 def _build() -> Sequence[str]:
     """Return what traces: our decompositions, and what AOTAutograd is asked for."""
     here = Path(__file__)
-    names = ("aot.py", "aot_cache.py", "saved_images.py")
+    names = ("aot.py", "aot_cache.py", "graph_bytes.py", "saved_images.py")
     ours = [here.with_name(name).read_text() for name in names]
     return [*map(str, compiler_build().items()), *map(text_digest, ours)]
 
