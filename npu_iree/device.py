@@ -222,6 +222,11 @@ class Device:
             self._held = tuple(g for g in self._held if g is not gate)
             gate.open()
 
+    @property
+    def is_free(self) -> bool:
+        """Whether new work may start at once: nobody holds it, and nobody has ordered it."""
+        return not self._held and self.order is None and not self._is_of_parent
+
     def start_point(self, after: Timepoint | None = None) -> Timepoint:
         """Return the point from which new work may start: now, unless it is held or ordered."""
         if self._is_of_parent:

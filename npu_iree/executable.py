@@ -28,7 +28,15 @@ from npu_iree.errors import DeviceError
 from npu_iree.failed_check import FailedCheck
 from npu_iree.lending import Lender
 from npu_iree.parameter_index import parameter_index
-from npu_iree.timeline import Timepoint, Work, joined, new_fence, submitted
+from npu_iree.timeline import (
+    NO_WAIT,
+    Timepoint,
+    Work,
+    are_observed,
+    joined,
+    new_fence,
+    submitted,
+)
 
 _INSTANCE = hal.VmInstance()
 _List: Any = hal.VmVariantList
@@ -195,10 +203,10 @@ class Executable:
         inputs.push_ref(signal)
         return ahead
 
-    def note(self, call: Timepoint) -> None:
+    def note(self, signal: Any, work: Work) -> None:
         """Keep in mind what reads weights that may be written to. The caller holds the lock."""
         if self._rebinding.made:
-            self._calls.append(call)
+            self._calls.append(Timepoint(signal, work))
             if len(self._calls) % _NOTED == 0:
                 self._under_way()
 
@@ -286,7 +294,7 @@ class Function:
         except DeviceError:
             self._executable.has_lost_weights = True
             raise
-        if device._held or device._is_of_parent or device.order is not None:
+        if not device.is_free:
             points.append(device.start_point())
         return points
 
@@ -319,7 +327,7 @@ class Function:
                     lane = executable._queue  # which another thread may have loaded anew
                     call = self._name, self._function, inputs, results
                     arena = executable._lender.invoke(*call, points)
-                executable.note(Timepoint(signal, self.work))
+                executable.note(signal, self.work)
         except RuntimeError as error:
             for point in points:  # what has failed already fails this, and tells better why
                 point.is_reached()
@@ -338,6 +346,41 @@ class Function:
         if not ready._reached:
             self._device.track(ready, sum([view.byte_length for view in views]))
         return views, ready
+
+    def run_here(self, inputs: Any) -> list[Any] | None:
+        """Run a small call on the calling thread; returns the results' buffer views.
+
+        It is `submit` without what most calls do not need, which takes as long as the rest: here
+        nothing lies ahead, nobody looks on, and no value is checked. Where that is not so, None is
+        returned, and nothing has been done.
+
+        Args:
+            inputs: IREE's list of the arguments, which is used up.
+
+        Raises:
+            DeviceError: as `__call__`, and the work itself failed.
+        """
+        executable, device = self._executable, self._device
+        if (
+            (lane := executable._inline) is None
+            or executable._bound
+            or not device.is_free
+            or self._signature.checks
+            or are_observed()
+        ):
+            return None
+        signal, results = new_fence(lane.device), _List(len(self._outputs))
+        inputs.push_ref(NO_WAIT)
+        inputs.push_ref(signal)
+        try:
+            with executable._lock:
+                lane.context.invoke(self._function, inputs, results)
+        except RuntimeError as error:
+            raise DeviceError(self.work.name, self.work.ops, str(error)) from error
+        ready = Timepoint(signal, self.work)
+        if not ready.look():
+            ready.wait()
+        return [results.get_as_object(i, _View) for i in range(len(self._outputs))]
 
 
 def push_number(inputs: Any, number: float) -> None:

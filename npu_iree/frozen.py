@@ -136,6 +136,21 @@ def overlapping(every: list[Span]) -> list[int]:
     return sorted({i for i in found if i >= 0}) if found else found
 
 
+def is_apart(tensor: torch.Tensor, taken: Sequence[Span]) -> bool:
+    """Say whether a tensor shares no memory with others: what `overlapping` finds, of one.
+
+    Args:
+        tensor: dense, with a storage of its own, as DLPack gives them.
+        taken: where the others' bytes are.
+    """
+    start = storage_address(tensor)
+    end = start + tensor.nbytes
+    for other_start, other_end, _ in taken:  # noqa: SIM110  (a generator takes longer than this)
+        if start < other_end and other_start < end:
+            return False
+    return True
+
+
 def bytes_at(address: int, nbytes: int, owner: object) -> Any:
     """Return memory as an object with the buffer protocol that keeps `owner` alive."""
     memory: Any = (ctypes.c_char * nbytes).from_address(address)

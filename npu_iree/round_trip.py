@@ -21,6 +21,7 @@ from npu_iree.border import Crossing, Import, Known, land
 from npu_iree.device import Device
 from npu_iree.errors import DeviceError
 from npu_iree.executable import Function, push_number
+from npu_iree.frozen import is_apart
 from npu_iree.timeline import Timepoint
 from npu_iree.transfers import is_watched
 from npu_iree.weights import Weights
@@ -74,9 +75,11 @@ class RoundTrip:
         self._device = device
         self._function = function
         self._is_small = is_small
+        self._can_run_here = is_small and weights is None
         self._sources = sources
         self._results, self._dtypes, self._crossings = zip(*results, strict=True)
         self._targets = targets if any(i is not None for i in targets) else ()
+        self._is_lone = len(results) == 1 and not self._targets and self._crossings[0].back is None
         self._reader = reader
         self._weights = weights
         self._can_repeat = can_repeat
@@ -116,6 +119,16 @@ class RoundTrip:
                 taken.append(known)
             else:
                 return False
+        views = function.run_here(inputs) if self._can_run_here else None
+        if views is None and (views := self._submit(host, inputs, seen)) is None:
+            return False
+        for i, tensor in zip(self._results, self._land(host, views, taken), strict=True):
+            host[i] = tensor
+        return True
+
+    def _submit(self, host: list[Any], inputs: Any, seen: object) -> list[Any] | None:
+        """Submit the call and wait for it; None: a weight has changed since `seen`."""
+        function, weights = self._function, self._weights
         views, ready = function.submit(inputs, function.ahead(), self._is_small)
         try:
             is_right = (
@@ -126,11 +139,7 @@ class RoundTrip:
         finally:
             if not ready._reached:
                 _wait(ready)
-        if not is_right:
-            return False
-        for i, tensor in zip(self._results, self._land(host, views, taken), strict=True):
-            host[i] = tensor
-        return True
+        return views if is_right else None
 
     def _land(
         self, host: list[Any], views: Sequence[Any], taken: list[Known]
@@ -142,6 +151,10 @@ class RoundTrip:
         """
         crossings, spans = self._crossings, [known.span for known in taken]
         as_tensor = self._device.as_tensor
+        if self._is_lone:
+            tensor = as_tensor(views[0], self._dtypes[0])
+            if is_apart(tensor, spans):
+                return [tensor]
         if not self._targets:
             return land(list(map(as_tensor, views, self._dtypes)), crossings, self._reader, spans)
         targets = [None if i is None else host[i] for i in self._targets]

@@ -287,6 +287,11 @@ def observed(observer: Observer) -> Iterator[None]:
         _OBSERVERS.remove(observer)
 
 
+def are_observed() -> bool:
+    """Say whether anybody is told of work."""
+    return bool(_OBSERVERS)
+
+
 def submitted(point: Timepoint) -> Timepoint:
     """Announce the end of a piece of work that has just been submitted; returns it."""
     if not point._reached:  # else: it ran on the calling thread, and leaves the queue as it was

@@ -42,6 +42,13 @@ def function(compile_function: Compile) -> Function:
     return compile_function(product, SMALL).executables["region0"].functions["main"]
 
 
+class Failing:
+    """A context of IREE's in which every call fails."""
+
+    def invoke(self, *_: object) -> None:
+        raise RuntimeError("out of luck")
+
+
 class Submissions(list[bool]):
     """Notes of each piece of work whether it had ended when its submission returned."""
 
@@ -120,6 +127,66 @@ def test_threads_share_one_small_call(compile_function: Compile) -> None:
             torch.testing.assert_close(result, product(x))
 
 
+def _refuse(*_: object) -> None:
+    raise AssertionError("a call is submitted that could have run here")
+
+
+def test_a_call_again_is_run_here(
+    compile_function: Compile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where inputs lie where they lay, with results in memory of their own each time."""
+    runner, x = compile_function(product, SMALL), SMALL.clone()
+    for _ in range(3):
+        runner(x)
+    monkeypatch.setattr(Function, "submit", _refuse)
+    (first,) = runner(x)
+    torch.testing.assert_close(first, product(x))
+    x += 1
+    (second,) = runner(x)
+    torch.testing.assert_close(second, product(x))
+    torch.testing.assert_close(first, product(x - 1))
+    with pytest.raises(AssertionError, match="could have run here"):
+        runner(torch.randn(4, 4))
+
+
+def test_a_call_again_is_submitted_if_somebody_looks_on(compile_function: Compile) -> None:
+    runner, had_ended = compile_function(product, SMALL), Submissions()
+    for _ in range(3):
+        runner(SMALL)
+    with observed(had_ended.add):
+        runner(SMALL)
+    assert had_ended == [True]
+
+
+def test_a_call_again_waits_for_who_holds_the_device(
+    compile_function: Compile, device: Device
+) -> None:
+    runner = compile_function(product, SMALL)
+    for _ in range(3):
+        runner(SMALL)
+    with device.hold() as gate, ThreadPoolExecutor(1) as pool:
+        call = pool.submit(runner, SMALL)
+        with pytest.raises(TimeoutError):
+            call.result(0.2)
+        gate.open()
+        torch.testing.assert_close(call.result()[0], product(SMALL))
+
+
+def test_a_call_again_that_fails_names_its_ops(compile_function: Compile) -> None:
+    runner = compile_function(product, SMALL)
+    for _ in range(3):
+        runner(SMALL)
+    executable = runner.executables["region0"]
+    lane = executable._inline
+    assert lane is not None
+    executable._inline = replace(lane, context=Failing())
+    with pytest.raises(DeviceError, match="out of luck") as caught:
+        runner(SMALL)
+    assert any("mm" in op for op in caught.value.ops)
+    executable._inline = lane
+    torch.testing.assert_close(runner(SMALL)[0], product(SMALL))
+
+
 def test_a_small_call_writes_in_place(compile_function: Compile) -> None:
     counter = torch.zeros(1)
     compiled = torch.compile(lambda x: x.add_(1), backend="npu_iree")
@@ -138,11 +205,6 @@ def test_a_small_call_on_what_has_failed_tells_why(function: Function, device: D
 
 def test_a_small_call_that_fails_names_its_ops(function: Function, device: Device) -> None:
     """There is no later wait at which to tell it."""
-
-    class Failing:
-        def invoke(self, *_: object) -> None:
-            raise RuntimeError("out of luck")
-
     executable: Executable = function._executable
     (result,) = function(device.put(SMALL), is_small=True)
     assert executable._inline is not None
