@@ -149,6 +149,15 @@ def test_a_call_again_is_run_here(
         runner(torch.randn(4, 4))
 
 
+def test_a_call_again_gives_memory_of_its_own(compile_function: Compile) -> None:
+    """The compiler hands out the argument's, where the result is equal to it."""
+    runner, x = compile_function(lambda x: x * 1, SMALL), SMALL.clone()
+    for _ in range(4):
+        (result,) = runner(x)
+        result += 1
+        torch.testing.assert_close(x, SMALL)
+
+
 def test_a_call_again_is_submitted_if_somebody_looks_on(compile_function: Compile) -> None:
     runner, had_ended = compile_function(product, SMALL), Submissions()
     for _ in range(3):
