@@ -351,8 +351,9 @@ class Function:
         """Run a small call on the calling thread; returns the results' buffer views.
 
         It is `submit` without what most calls do not need, which takes as long as the rest: here
-        nothing lies ahead, nobody looks on, and no value is checked. Where that is not so, None is
-        returned, and nothing has been done.
+        nothing lies ahead (what runs here has no weights, and so none that are being bound), nobody
+        looks on, and no value is checked. Where that is not so, None is returned, and nothing has
+        been done.
 
         Args:
             inputs: IREE's list of the arguments, which is used up.
@@ -360,11 +361,10 @@ class Function:
         Raises:
             DeviceError: as `__call__`, and the work itself failed.
         """
-        executable, device = self._executable, self._device
+        executable = self._executable
         if (
             (lane := executable._inline) is None
-            or executable._bound
-            or not device.is_free
+            or not self._device.is_free
             or self._signature.checks
             or are_observed()
         ):
@@ -377,9 +377,7 @@ class Function:
                 lane.context.invoke(self._function, inputs, results)
         except RuntimeError as error:
             raise DeviceError(self.work.name, self.work.ops, str(error)) from error
-        ready = Timepoint(signal, self.work)
-        if not ready.look():
-            ready.wait()
+        Timepoint(signal, self.work).wait()  # it has ended; this tells of a failure
         return [results.get_as_object(i, _View) for i in range(len(self._outputs))]
 
 

@@ -54,7 +54,7 @@ def graph_from_bytes(data: bytes, fake_mode: FakeTensorMode) -> fx.GraphModule:
 class _Writer(GraphPickler):
     """Writes nodes one after another; in the arguments of the next, they are their numbers.
 
-    PyTorch's own way, all nodes in one object, is three times as slow to read: each argument is
+    PyTorch's own way, all nodes in one object, takes four times as long to read: each argument is
     searched for nodes, and each fake value is made by way of a description of all that tensors
     may be.
     """
