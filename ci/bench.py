@@ -7,7 +7,8 @@ python ci/bench.py --json out.json  the figures as data, too
 python ci/bench.py --models bert vit --backends npu_iree inductor --json out.json --plot out.png
 
 measures whole models, each pair in processes of its own (`benching.suite`): a call in inference, or
-with --training a step; run again with the same file, it goes on where it was stopped.
+with --training a step, with --dynamic compiled for any sizes; run again with the same file, it goes
+on where it was stopped.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 
 from benching import report, suite
 from benching.backends import BACKENDS as MODEL_BACKENDS
-from benching.backends import INFERENCE, TRAINING
+from benching.backends import DYNAMIC, INFERENCE, STATIC, TRAINING
 from lowering.key import host_cpu
 from npu_iree.profiling.rates import machine_rates
 
@@ -139,6 +140,7 @@ def parse() -> argparse.Namespace:
     add("--backends", nargs="+", choices=MODEL_BACKENDS, default=list(MODEL_BACKENDS))
     add("--batch", nargs="+", type=int, default=[1])
     add("--training", action="store_true", help="a step: forward, loss and gradients")
+    add("--dynamic", action="store_true", help="compiled with dynamic=True")
     add("--rounds", type=int, default=7)
     add("--seconds", type=float, default=0.5, help="of one backend in one round")
     add("--python", nargs="+", default=[], metavar="BACKEND=PATH", help="interpreters of peers")
@@ -180,6 +182,7 @@ def run_models(args: argparse.Namespace) -> None:
         pythons=dict(pair.split("=", 1) for pair in args.python),
         options={} if args.tune == "off" else {"tune": args.tune},
         mode=TRAINING if args.training else INFERENCE,
+        sizes=DYNAMIC if args.dynamic else STATIC,
     )
     able = {n: m for n, m in MODELS.items() if not args.training or m.training is not None}
     names = list(able) if args.models == ["all"] else args.models
@@ -187,7 +190,7 @@ def run_models(args: argparse.Namespace) -> None:
         raise SystemExit(f"no model {', '.join(sorted(unknown))}; there are: {', '.join(able)}")
     for batch in args.batch:
         for name in names:
-            case = f"{name} x{batch}" + " training" * args.training
+            case = f"{name} x{batch}" + " training" * args.training + " dynamic" * args.dynamic
             if case not in run["cases"]:
                 run["cases"][case] = suite.as_json(suite.measure(name, batch, plan))
                 run.setdefault("load_average", {})[case] = os.getloadavg()

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from benching.limits import export_module
+from benching.limits import ARGUMENTS, MODULE, WEIGHTS, export_module
 from benching.models import MODELS
 from lowering.abi import ENTRY
 from lowering.dispatches import list_dispatches
@@ -32,14 +31,15 @@ from npu_iree.targets import find_target
 TARGET = find_target("npu-local")
 
 
-def profile(name: str, batch: int, calls: int) -> tuple[Row, ...]:
+def profile(name: str, batch: int, calls: int, dynamic: bool | None) -> tuple[Row, ...]:
     """Compile a model, and record its calls in IREE's own runner.
 
     Raises:
         SystemExit: it is more than one region.
     """
     case = MODELS[name]
-    call = case.call(torch.compile(case.build(), backend="npu_iree"), case.inputs(batch))
+    model = torch.compile(case.build(), backend="npu_iree", dynamic=dynamic)
+    call = case.call(model, case.inputs(batch))
     call()
     with tempfile.TemporaryDirectory() as folder:
         recorded = Recorded.of(_records(Path(folder), call, calls))
@@ -53,12 +53,11 @@ def profile(name: str, batch: int, calls: int) -> tuple[Row, ...]:
 def _records(folder: Path, call: Callable[[], Any], calls: int) -> list[dict[str, Any]]:
     if problem := export_module(folder, call):
         raise SystemExit(problem)
-    files = sorted(folder.glob("input*.npy"), key=lambda file: int(file.stem[5:]))
-    parameters = folder / "model.irpa"
+    parameters = folder / WEIGHTS
     return record_calls(
-        folder / "model.vmfb",
+        folder / MODULE,
         ENTRY,
-        [torch.from_numpy(np.load(file)) for file in files],
+        torch.load(folder / ARGUMENTS),
         driver=TARGET.driver,
         parameters=parameters if parameters.exists() else None,
         calls=calls + WARM_UP,
@@ -71,6 +70,7 @@ def main() -> None:
     add = parser.add_argument
     add("models", nargs="+", choices=MODELS, metavar="MODEL", help=", ".join(MODELS))
     add("--batch", type=int, default=1)
+    add("--dynamic", action="store_true", default=None, help="of unknown sizes")
     add("--calls", type=int, default=10, help="that are counted")
     add("--top", type=int, default=12, help="how many device programs are told")
     add("--json", type=Path, help="file for the figures")
@@ -78,10 +78,11 @@ def main() -> None:
     found = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     for name in args.models:
         with torch.no_grad():
-            rows = profile(name, args.batch, args.calls)
+            rows = profile(name, args.batch, args.calls, args.dynamic)
         torch._dynamo.reset()  # else the next model is looked for among the runners of this one
         gc.collect()
-        print(f"{name} x{args.batch}: {sum(r.seconds for r in rows) * 1e3:.2f} ms of device work")
+        case = f"{name} x{args.batch}" + " dynamic" * bool(args.dynamic)
+        print(f"{case}: {sum(r.seconds for r in rows) * 1e3:.2f} ms of device work")
         for row in rows[: args.top]:
             ops = ", ".join(dict.fromkeys(op for op, _ in row.ops))
             limit = f"{row.of_limit:.0%} {row.limit}" if row.of_limit is not None else ""
@@ -89,7 +90,7 @@ def main() -> None:
                 f"{row.name:66s} {row.runs:4g} {row.seconds * 1e3:9.3f} ms {row.share:6.1%} "
                 f"{limit:12s} {ops[:80]}"
             )
-        found[f"{name} x{args.batch}"] = [_brief(row) for row in rows[: args.top]]
+        found[case] = [_brief(row) for row in rows[: args.top]]
         if args.json:  # a later model may fail
             args.json.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 INFERENCE, TRAINING = "inference", "training"
+STATIC, DYNAMIC = "static", "dynamic"  # sizes that are known, and that are not
 
 
 @dataclass(frozen=True)

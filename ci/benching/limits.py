@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import torch
 
+from npu_iree.array import DeviceArray
 from npu_iree.device import DRIVER_FLAGS
-from npu_iree.profiling.tools import RUNNER, find_tool
+from npu_iree.profiling.tools import RUNNER, find_tool, input_flags
 from npu_iree.transfers import record_transfers
+
+MODULE, WEIGHTS, ARGUMENTS = "model.vmfb", "model.irpa", "arguments.pt"
 
 
 def export_module(folder: Path, call: Callable[[], Any]) -> str:
@@ -37,8 +40,8 @@ def export_module(folder: Path, call: Callable[[], Any]) -> str:
     weights = runner._weights.bound(region.name)
     tensors = dict(zip(region.parameter_names, weights, strict=True))
     if tensors:
-        save_parameters(tensors, folder / "model.irpa")
-    (folder / "model.vmfb").write_bytes(executable.artifact.vmfb)
+        save_parameters(tensors, folder / WEIGHTS)
+    (folder / MODULE).write_bytes(executable.artifact.vmfb)
     taken: list[Any] = []
     original = Function.__call__
 
@@ -52,8 +55,8 @@ def export_module(folder: Path, call: Callable[[], Any]) -> str:
             call()
     finally:
         Function.__call__ = original  # type: ignore[method-assign]
-    for i, handle in enumerate(taken):
-        np.save(folder / f"input{i}.npy", handle.to_host().numpy())
+    values = [x.to_host() if isinstance(x, DeviceArray) else x for x in taken]
+    torch.save(values, folder / ARGUMENTS)
     return ""
 
 
@@ -95,19 +98,18 @@ def _runners() -> list[Any]:
 
 def benchmark_module(folder: Path, seconds: float) -> float:
     """Run `iree-benchmark-module` on an exported module; return the milliseconds of a call."""
-    count = len(list(folder.glob("input*.npy")))
     command = [
         find_tool(RUNNER),
-        f"--module={folder / 'model.vmfb'}",
+        f"--module={folder / MODULE}",
         "--function=main",
         "--device=local-task",
         *DRIVER_FLAGS["local-task"],
-        *(f"--input=@{folder / f'input{i}.npy'}" for i in range(count)),
+        *input_flags(torch.load(folder / ARGUMENTS), folder),
         "--benchmark_format=json",
         f"--benchmark_min_time={seconds}s",
     ]
-    if (folder / "model.irpa").exists():
-        command.append(f"--parameters=model={folder / 'model.irpa'}")
+    if (folder / WEIGHTS).exists():
+        command.append(f"--parameters=model={folder / WEIGHTS}")
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     (row,) = json.loads(done.stdout[done.stdout.index("{") :])["benchmarks"]
     scale = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3}[row["time_unit"]]

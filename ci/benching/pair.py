@@ -1,4 +1,4 @@
-"""`python -m benching.pair MODEL BATCH BACKEND OPTIONS MODE`: one model on one backend, measured.
+"""`python -m benching.pair MODEL BATCH BACKEND OPTIONS MODE SIZES`: one model on one backend.
 
 It builds the model, makes the first call (of inference, or a step of training: a loss, and the
 gradients of all parameters), and answers with JSON lines. Then it reads commands:
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from benching.backends import BACKENDS, TRAINING
+from benching.backends import BACKENDS, DYNAMIC, TRAINING
 from benching.models import MODELS, Call
 
 _UNTIMED = 2  # calls of a round
@@ -32,7 +32,14 @@ class Pair:
     """A model on a backend: its call, and what can be asked of it."""
 
     def __init__(
-        self, model: str, batch: int, backend: str, options: dict[str, Any], is_training: bool
+        self,
+        model: str,
+        batch: int,
+        backend: str,
+        options: dict[str, Any],
+        *,
+        is_training: bool,
+        is_dynamic: bool,
     ) -> None:
         case, self._backend = MODELS[model], BACKENDS[backend]
         module = case.build(**(case.training or {})).train() if is_training else case.build()
@@ -41,7 +48,9 @@ class Pair:
         fast: Callable[..., Any] = module
         if self._backend.name:
             chosen = {**self._backend.options, **options} or None
-            fast = torch.compile(module, backend=self._backend.name, options=chosen)
+            dynamic = is_dynamic or None  # as PyTorch has it if nobody asks
+            name = self._backend.name
+            fast = torch.compile(module, backend=name, options=chosen, dynamic=dynamic)
         if is_training:
             fast = _step(module, fast)
         self._model: Call = lambda: fast(**kwargs)
@@ -74,8 +83,8 @@ class Pair:
         """Call for about so long; return the milliseconds of a call that our runners take."""
         from benching.limits import stopwatch
 
-        started, calls = time.perf_counter(), 0
-        with stopwatch() as watch:
+        with stopwatch() as watch:  # which looks for the runners first
+            started, calls = time.perf_counter(), 0
             while time.perf_counter() - started < float(seconds):
                 self._call()
                 calls += 1
@@ -140,7 +149,7 @@ def _answer(**row: Any) -> None:
     sys.stdout.flush()
 
 
-def main(model: str, batch: str, backend: str, options: str, mode: str) -> None:
+def main(model: str, batch: str, backend: str, options: str, mode: str, sizes: str) -> None:
     """Make the first call, then do what is asked for."""
     if module := BACKENDS[backend].module:
         try:
@@ -148,8 +157,16 @@ def main(model: str, batch: str, backend: str, options: str, mode: str) -> None:
         except Exception as error:
             _answer(missing=f"{type(error).__name__}: {error}"[:300])
             return
-    with torch.set_grad_enabled(mode == TRAINING):
-        pair = Pair(model, int(batch), backend, json.loads(options), mode == TRAINING)
+    is_training, is_dynamic = mode == TRAINING, sizes == DYNAMIC
+    with torch.set_grad_enabled(is_training):
+        pair = Pair(
+            model,
+            int(batch),
+            backend,
+            json.loads(options),
+            is_training=is_training,
+            is_dynamic=is_dynamic,
+        )
         try:
             _answer(**pair.first())
         except Exception as error:

@@ -31,6 +31,7 @@ class Plan:
         rounds: how often each is timed.
         seconds: of one backend in one round.
         mode: what a call is, `INFERENCE` or `TRAINING`.
+        sizes: what is compiled for, `STATIC` or `DYNAMIC`.
         pythons: backend -> the interpreter that has it, if it is not this one.
         options: of `torch.compile`, for our own backend.
     """
@@ -39,6 +40,7 @@ class Plan:
     rounds: int
     seconds: float
     mode: str
+    sizes: str
     pythons: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -88,9 +90,10 @@ class _Child:
             "NPU_IREE_CACHE": str(caches / "npu_iree"),
             "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         }
+        asked = [model, str(batch), backend, options, plan.mode, plan.sizes]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
-            [python, "-m", "benching.pair", model, str(batch), backend, options, plan.mode],
+            [python, "-m", "benching.pair", *asked],
             stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True, env=env,
         )  # fmt: skip
         self.first = self._answer()

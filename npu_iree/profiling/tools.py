@@ -67,7 +67,7 @@ def record_calls(
     runner, reader = find_tool(RUNNER), find_tool(READER)
     with tempfile.TemporaryDirectory(prefix="npu-iree-") as folder:
         bundle = Path(folder) / "calls.ireeprof"
-        inputs = [_input(Path(folder) / f"input{i}.bin", v) for i, v in enumerate(values)]
+        inputs = input_flags(values, Path(folder))
         bound = [f"--parameters=model={parameters}"] if parameters is not None else []
         _run(
             [
@@ -82,6 +82,11 @@ def record_calls(
             [reader, "export", "--format=ireeperf-jsonl", "--output=-", str(bundle)], driver
         )
     return [json.loads(line) for line in text.splitlines()]
+
+
+def input_flags(values: Sequence[Any], folder: Path) -> list[str]:
+    """Return what tells a tool the arguments of a call: numbers, and CPU tensors, in files."""
+    return [_input(folder / f"input{i}.bin", value) for i, value in enumerate(values)]
 
 
 def _input(file: Path, value: Any) -> str:
