@@ -32,6 +32,7 @@ from lowering.decompositions import (
     scans,
     scatters,
     shifts,
+    triangular,
     weight_norm,
 )
 from lowering.decompositions.halves import with_halves
@@ -127,6 +128,7 @@ def _default_table() -> dict[OpOverload, Callable[..., Any]]:
         **scans.DECOMPOSITIONS,
         **scatters.DECOMPOSITIONS,
         **shifts.DECOMPOSITIONS,
+        **triangular.DECOMPOSITIONS,
         **weight_norm.DECOMPOSITIONS,
     }
     pytorchs = {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS)}

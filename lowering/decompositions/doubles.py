@@ -73,7 +73,7 @@ def erf(x: torch.Tensor) -> torch.Tensor:
     return with_sign(torch.where(size < _ERF_SMALL, near, far), x)
 
 
-def polynomial(coefficients: Sequence[Fraction], x: torch.Tensor) -> torch.Tensor:
+def polynomial(coefficients: Sequence[Fraction | float], x: torch.Tensor) -> torch.Tensor:
     """Evaluate a polynomial whose first coefficient is the constant one, by Horner's rule."""
     result = torch.full_like(x, float(coefficients[-1]))
     for coefficient in reversed(coefficients[:-1]):

@@ -19,6 +19,16 @@ aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 _LN2 = math.log(2)
 _LARGE = 1e9  # squares of larger ones leave no digit to one
+# The inverse of the error function, over its argument, by 2.5 less than -log(1 - x*x), and by 3
+# less than the root of that.
+_ERFINV = (
+    *(1.50140941, 0.246640727, -0.00417768164, -0.00125372503, 0.00021858087),
+    *(-4.39150654e-06, -3.5233877e-06, 3.43273939e-07, 2.81022636e-08),
+)
+_ERFINV_TAIL = (
+    *(2.83297682, 1.00167406, 0.00943887047, -0.0076224613, 0.00573950773),
+    *(-0.00367342844, 0.00134934322, 0.000100950558, -0.000200214257),
+)
 
 
 def log1p(x: torch.Tensor) -> Any:
@@ -100,6 +110,24 @@ def atanh(x: torch.Tensor) -> torch.Tensor:
     return doubles.with_sign(0.5 * torch.log1p(2 * size / (1 - size)), x)
 
 
+def erfinv(x: torch.Tensor) -> Any:
+    """Decompose `aten.erfinv` into two polynomials; those that f64 would need are left to the host.
+
+    Source: M. Giles, "Approximating the erfinv function", GPU Computing Gems, 2012, table 5.
+    """
+    if x.dtype is torch.float64 or x.dtype.is_complex:
+        return _UNCHANGED
+    number = x.to(torch.float32)
+    depth = -torch.log((1 - number) * (1 + number))
+    is_near = depth < 5
+    near = doubles.polynomial(_ERFINV, torch.where(is_near, depth, 0) - 2.5)
+    tail = doubles.polynomial(_ERFINV_TAIL, torch.sqrt(torch.where(is_near, 9, depth)) - 3)
+    size = torch.abs(number)
+    at_end = torch.where(size == 1, number * math.inf, math.nan)
+    inverse = torch.where(size < 1, torch.where(is_near, near, tail) * number, at_end)
+    return inverse.to(x.dtype if x.dtype.is_floating_point else torch.get_default_dtype())
+
+
 def elu(x: torch.Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Any:
     """Decompose `aten.elu` (and so `selu` and `celu`) into `expm1`."""
     below = torch.expm1(x * input_scale) * (alpha * scale)
@@ -120,7 +148,9 @@ def logaddexp2(a: torch.Tensor, b: torch.Tensor) -> Any:
 
 def atan2(y: torch.Tensor, x: torch.Tensor) -> Any:
     """Decompose `aten.atan2` into `atan`: IREE's own is NaN for two zeros and two infinities."""
-    y, x = (t if t.dtype.is_floating_point else t.to(torch.get_default_dtype()) for t in (y, x))
+    common = torch.result_type(y, x)
+    dtype = common if common.is_floating_point else torch.get_default_dtype()
+    y, x = y.to(dtype), x.to(dtype)
     is_zero, is_infinite = (x == 0) & (y == 0), torch.abs(x) + torch.abs(y) == math.inf
     slope = torch.where(is_zero, y, y / torch.where(is_zero, 1, x))
     diagonal = torch.where((x < 0) == (y < 0), torch.ones_like(slope), -1)
@@ -207,6 +237,7 @@ DECOMPOSITIONS = {
     aten.cos.default: angles.cos,
     aten.elu.default: elu,
     aten.erf.default: _if_f64(doubles.erf),
+    aten.erfinv.default: erfinv,
     aten.expm1.default: expm1,
     aten.fmax.default: fmax,
     aten.fmin.default: fmin,

@@ -60,6 +60,22 @@ def test_functions_of_numbers_of_all_sizes(dtype: torch.dtype, counts: Counter[s
     assert (counts["regions"], counts["host_ops"]) == (1, 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_inverse_of_the_error_function(dtype: torch.dtype, counts: Counter[str]) -> None:
+    sizes = (
+        torch.linspace(0, 1, 2001),
+        1 - torch.logspace(-7, 0, 401),
+        torch.logspace(-38, -1, 401),
+        torch.tensor([0.0, 1.5, INF, NAN]),
+    )
+    x = torch.cat(sizes).to(dtype)
+    x = torch.cat([x, -x])
+    found = torch.compile(torch.erfinv, backend="npu_iree")(x)
+    digits = 2e-6 if dtype is torch.float32 else torch.finfo(dtype).eps
+    torch.testing.assert_close(found, torch.erfinv(x), rtol=digits, atol=0, equal_nan=True)
+    assert (counts["regions"], counts["host_ops"]) == (1, 0)
+
+
 def test_functions_of_doubles_that_the_cpu_back_end_has_not(counts: Counter[str]) -> None:
     def of_all(x: torch.Tensor) -> list[torch.Tensor]:
         return [torch.atan(x), torch.erf(x), torch.tanh(x)]
