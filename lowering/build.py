@@ -91,6 +91,12 @@ class Builder:
         built |= self._compile_all(missing, keys)
         return {r.name: built[keys[r.name].digest] for r in regions}
 
+    @property
+    def limits(self) -> str:
+        """What a stage may take, as denials name it."""
+        limits = self.toolchain.limits
+        return f"{limits.time_s:g} s, {limits.memory_bytes} bytes"
+
     def attempt(self, region: Region, dump: Path | None) -> StageError | None:
         """Compile a region only to see how it fails; None means that it does not."""
         outcome = self._run_stages(Program.of(region), dump)

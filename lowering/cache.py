@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 
 FORMAT = 3
 SUFFIX = ".npua"
+_DIGEST = "[0-9a-f]" * 16  # as a pattern: how a name of ours begins
+_HALF_WRITTEN = f"artifacts/.{_DIGEST}*"
+_OURS = (f"artifacts/*{SUFFIX}", _HALF_WRITTEN, f"failures/{_DIGEST}", f"locks/{_DIGEST}*.lock")
 _ABANDONED_S = 3600
 _EXPANSION = 200  # what text of a compiler's compresses by stays far below this
 
@@ -198,7 +201,7 @@ class ArtifactCache:
 
         Also removes what killed processes have left half-written an hour ago or more.
         """
-        for path in (self.folder / "artifacts").glob(".*"):
+        for path in self.folder.glob(_HALF_WRITTEN):
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > _ABANDONED_S:
                     path.unlink()
@@ -220,8 +223,13 @@ class ArtifactCache:
     def clear(self) -> int:
         """Remove all that was kept: entries, locks, repros; return how many entries there were."""
         count = len(self._by_use())
+        for pattern in _OURS:  # and nothing else: the folder may be one of the user's
+            for path in self.folder.glob(pattern):
+                with contextlib.suppress(OSError):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
         for name in ("artifacts", "failures", "locks"):
-            shutil.rmtree(self.folder / name, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                (self.folder / name).rmdir()
         return count
 
     def path(self, digest: str) -> Path:

@@ -29,6 +29,7 @@ class Denial:
         reason: what the compiler said, in one line.
         where: the user's line.
         repro: folder that repeats the failure.
+        limits: of time and memory, under which it failed: under others it is asked again.
     """
 
     program: str
@@ -38,6 +39,7 @@ class Denial:
     reason: str
     where: str = ""
     repro: str = ""
+    limits: str = ""
 
     def __str__(self) -> str:
         where = f"\n      at {self.where}" if self.where else ""

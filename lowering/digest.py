@@ -26,7 +26,8 @@ def file_digest(path: Path) -> str:
 
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Return the SHA-256 of a tensor's bytes, dense and in the order of its dimensions."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    stored = tensor.detach().resolve_conj().resolve_neg()
+    data = stored.contiguous().reshape(-1).view(torch.uint8)
     return bytes_digest(data.numpy().data)
 
 
@@ -35,4 +36,5 @@ def is_same_value(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     same_place = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
-    return same_place or tensor_digest(one) == tensor_digest(other)
+    same_sign = one.is_conj() == other.is_conj() and one.is_neg() == other.is_neg()
+    return (same_place and same_sign) or tensor_digest(one) == tensor_digest(other)

@@ -273,8 +273,13 @@ def _value(program: ExportedProgram, name: str) -> torch.Tensor:
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Say whether two tensors with one address are the same tensor, and not two empty ones."""
-    same_memory = one.numel() > 0 and one.data_ptr() == other.data_ptr()
-    return same_memory and one.shape == other.shape and one.stride() == other.stride()
+    return one.numel() > 0 and _layout(one) == _layout(other)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return where a tensor lies, and all that says what its bytes mean."""
+    as_it_is = tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), *as_it_is
 
 
 def _inline(graph_module: fx.GraphModule, node: fx.Node, value: torch.Tensor) -> None:

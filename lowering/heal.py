@@ -9,9 +9,12 @@ import operator
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
 from lowering.bisect import diagnose
 from lowering.build import Builder
@@ -25,6 +28,7 @@ from lowering.segments import DEVICE, Segment, with_own_sizes
 from lowering.source import user_line
 
 log = logging.getLogger(__name__)
+_TOLD: set[str] = set()  # the programs whose denials this process has warned of
 
 
 class Healer:
@@ -44,12 +48,18 @@ class Healer:
             regions: gives the device segments of the graph under what is known so far.
         """
         healed = Healed()
-        known = self._denials.read() if self._denials is not None else {}
-        ops = {denial.op for denial in known.values()}
+        every = self._denials.read() if self._denials is not None else {}
+        known = {p: d for p, d in every.items() if d.limits == self._builder.limits}
+        ops, found = {denial.op for denial in known.values()}, list[Denial]()
         for node in self._captured.nodes:
             if str(node.target) in ops and (denial := known.get(self._program(_with_parts(node)))):
                 healed.failed |= dict.fromkeys(_with_parts(node), f"{denial.reason} (found before)")
-                self._builder.counts["denials"] += 1
+                found.append(replace(denial, where=str(user_line(node))))
+        self._builder.counts["denials"] += len(found)
+        if new := [denial for denial in found if denial.program not in _TOLD]:
+            _TOLD.update(denial.program for denial in new)
+            listed = "\n  ".join(map(str, new))
+            log.warning("the compiler has refused ops before, which run on the host:\n  %s", listed)
         for segment in regions(healed) if any(d.parts for d in known.values()) else ():
             if denial := known.get(self._program(segment.nodes)):
                 healed.keep_apart(_split(segment.nodes, denial.parts))
@@ -64,6 +74,15 @@ class Healer:
             error: how the compiler refused it.
             healed: takes what is found.
         """
+        if refuses_everything(self._builder):
+            log.warning(
+                "%s runs on the host: the compiler refuses even the smallest program (%s), so no "
+                "op is to blame, and nothing of it is remembered",
+                segment.name,
+                error.summary,
+            )
+            healed.failed |= dict.fromkeys(segment.nodes, error.summary)
+            return
         with _scratch() as folder:
             trials = _Trials(self, folder)
             found = diagnose(segment.nodes, error, trials.attempt)
@@ -79,6 +98,7 @@ class Healer:
         if found.parts:
             healed.keep_apart(found.parts)
             denials.append(self._deny_together(segment, error, found.parts))
+        _TOLD.update(denial.program for denial in denials)
         if self._denials is not None:
             self._denials.add(denials)
 
@@ -100,6 +120,7 @@ class Healer:
             reason=error.summary,
             where=str(user_line(node)),
             repro=str(trials.keep(node, program) or ""),
+            limits=self._builder.limits,
         )
 
     def _deny_together(
@@ -117,7 +138,20 @@ class Healer:
             parts=tuple(map(len, parts)),
             target=self._builder.target.name,
             reason=error.summary,
+            limits=self._builder.limits,
         )
+
+
+def refuses_everything(builder: Builder) -> bool:
+    """Say whether even the smallest program fails: a flag, a limit or the machine is to blame."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    more = graph.call_function(torch.ops.aten.add.Tensor, (x, x))
+    graph.output((more,))
+    with unset_fake_temporarily(), FakeTensorMode():
+        x.meta["val"], more.meta["val"] = torch.empty(2), torch.empty(2)
+    region = extract_region(Segment(DEVICE, [more], "smallest"), {})
+    return builder.attempt(region, None) is not None
 
 
 class _Trials:

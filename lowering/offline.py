@@ -20,7 +20,7 @@ from lowering.dispatches import list_dispatches
 from lowering.dtypes import dtype_name
 from lowering.errors import ExportError, FlagError, StageError, UnsupportedOpError
 from lowering.export import Export, capture_export, functional, written_buffers
-from lowering.heal import Healer
+from lowering.heal import Healer, refuses_everything
 from lowering.kernels import Kernel
 from lowering.key import compiler_build
 from lowering.manifest import Manifest, Parameter
@@ -126,7 +126,7 @@ def compile_exports(
 
 def _blame(exports: Sequence[Export], builder: Builder, error: StageError) -> None:
     """Find out which ops the compiler refuses, and raise an error that lists them, if any."""
-    if _refuses_everything(builder):
+    if refuses_everything(builder):
         return
     ops = []
     for export in exports:
@@ -135,19 +135,6 @@ def _blame(exports: Sequence[Export], builder: Builder, error: StageError) -> No
         ops += list(why_host(nodes, _ANYTHING, failed=blamed).values())
     if ops:
         raise UnsupportedOpError(builder.target.name, ops, *_NO_HOST) from error
-
-
-class _AddOne(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 1
-
-
-def _refuses_everything(builder: Builder) -> bool:
-    """Say whether even the smallest program fails: then a flag is to blame, and no op."""
-    program = torch.export.export(_AddOne(), (torch.ones(2),))
-    (export,) = capture_exports({"main": program})
-    with tempfile.TemporaryDirectory(prefix="npu-iree-") as scratch:
-        return builder.attempt(export.region(), Path(scratch)) is not None
 
 
 def _refused(export: Export, builder: Builder) -> dict[fx.Node, str]:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import IO, Any, BinaryIO, cast
 
 from lowering.errors import CancelledError, FlagError, StageError, WorkerStartError
+from lowering.own_python import own_python
 from lowering.stages import CompileOptions
 from lowering.worker import read_frame, write_frame
 
@@ -74,7 +75,7 @@ class _Worker:
     def __init__(self) -> None:
         self._stderr = _open_scratch()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "lowering.worker"],  # -P: not from the current folder
+            own_python("lowering.worker"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,

@@ -15,6 +15,7 @@ from npu_iree.frozen import (
     Span,
     address_of,
     bytes_at,
+    can_freeze,
     end_lazy_copy,
     frozen,
     is_lazy_copy,
@@ -57,15 +58,18 @@ def put_in_place(
     crossing: Crossing,
     imported: list[torch.Tensor],
     is_given: bool = False,
+    is_waited_for: bool = True,
 ) -> DeviceArray:
-    """Give the device a tensor, in place if its memory allows; the caller waits before it returns.
+    """Give the device a tensor, in place if its memory allows.
 
     Args:
         device: where to.
-        tensor: a CPU tensor; nobody writes to it until the work that reads it has ended.
+        tensor: a CPU tensor.
         crossing: what is known of it.
         imported: takes the host memory that the device was given.
         is_given: the device may write to the memory, too.
+        is_waited_for: the call returns when the work that reads it has ended; otherwise, the device
+            gets what the tensor holds now, whoever writes to it then.
     """
     if tensor.requires_grad:
         tensor = tensor.detach()
@@ -73,13 +77,15 @@ def put_in_place(
         end_lazy_copy(tensor)
     stored = tensor if crossing.back is None else tensor.permute(crossing.order)
     problem = why_not_in_place(stored, device.target.alignment_bytes)
+    if not (problem or is_given or is_waited_for) and not can_freeze(stored):
+        problem = "its memory may be written to while the device reads it"
     if is_watched():
         mode = "staged" if problem else device.crossing_mode
         name, where = crossing.name, crossing.where
         record(Transfer("h2d", mode, tensor.nbytes, name, "the device", where, problem))
     if problem:
         stored = dense_copy(stored)
-    elif is_lazy_copy(stored):
+    elif is_lazy_copy(stored) or not (is_given or is_waited_for):
         stored = frozen(stored)
     imported.append(stored)
     view, ready = device.memory.put(stored, device.start_point(), crossing.name, is_given)

@@ -16,12 +16,13 @@ from typing import Any, Literal, NoReturn
 import torch
 from iree.runtime import _binding as hal
 from torch._prims_common import make_contiguous_strides_for
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lowering.dtypes import DTYPE_NAMES
 from npu_iree.arenas import Arenas
 from npu_iree.array import DeviceArray
 from npu_iree.blocks import Blocks
-from npu_iree.errors import DeviceError, NpuIreeError, TargetError
+from npu_iree.errors import ArgumentError, DeviceError, NpuIreeError, TargetError
 from npu_iree.frozen import address_of
 from npu_iree.memory import MEMORIES, Memory
 from npu_iree.targets import Target, find_target
@@ -261,7 +262,16 @@ def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def why_not_in_place(stored: torch.Tensor, alignment_bytes: int) -> str:
-    """Say why a tensor's memory cannot be used as it is; empty if it can."""
+    """Say why a tensor's memory cannot be used as it is; empty if it can.
+
+    Raises:
+        ArgumentError: it has none.
+    """
+    if isinstance(stored, FakeTensor):
+        raise ArgumentError(
+            "a compiled function was called with a fake tensor, which has no numbers: call it with "
+            "real ones, or the function itself, not compiled, with fake ones"
+        )
     if not stored.is_contiguous() or (stored.numel() == 0 and not _has_own_strides(stored)):
         return "not dense in the order that was compiled for"
     if stored.is_conj() or stored.is_neg():

@@ -102,10 +102,8 @@ class RoundTrip:
         """Run all as one; says whether it did, and the results are there."""
         function, weights = self._function, self._weights
         seen = None if weights is None else weights.seen
-        if weights is not None and weights.are_lost():
-            return False
-        if weights is not None and not self._can_repeat and not weights.are_current(host):
-            return False
+        if weights is not None and (seen is None or weights.are_lost()):
+            return False  # what nobody can watch is bound anew in each call
         inputs = function.arguments()
         taken: list[Known] = []
         for i, source in self._sources:
@@ -129,7 +127,14 @@ class RoundTrip:
     def _submit(self, host: list[Any], inputs: Any, seen: object) -> list[Any] | None:
         """Submit the call and wait for it; None: a weight has changed since `seen`."""
         function, weights = self._function, self._weights
-        views, ready = function.submit(inputs, function.ahead(), self._is_small)
+        if weights is None or self._can_repeat:
+            views, ready = function.submit(inputs, function.ahead(), self._is_small)
+        else:
+            with weights.lock:
+                if not weights.are_current(host):
+                    return None
+                views, ready = function.submit(inputs, function.ahead(), self._is_small)
+        is_right = False
         try:
             is_right = (
                 weights is None
@@ -138,7 +143,9 @@ class RoundTrip:
             )
         finally:
             if not ready._reached:
-                _wait(ready)
+                # A failure with weights that have changed is none of this call's.
+                with contextlib.suppress(*(() if is_right else (DeviceError,))):
+                    _wait(ready)
         return views if is_right else None
 
     def _land(

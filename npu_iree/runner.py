@@ -129,21 +129,29 @@ class Runner:
 
     def _prepare_all(self) -> list[RunStep]:
         """Prepare the steps; what is bound comes first, or goes with a round trip that does."""
-        plan = self.plan
-        first = [self._refresh_step()] if self._weights.are_any else []
+        plan, are_any = self.plan, self._weights.are_any
         steps = [self._prepare(step) for step in plan.steps]
-        if (span := self._find_round_trip()) is not None:
-            first, before = ([], first) if span.start == 0 else (first, [])
-            one_by_one = [*before, *steps[span]]
-            weights = self._weights if before else None
-            steps[span] = [self._round_trip_step(plan.steps[span], weights, one_by_one)]
-        return [*first, *steps]
+        last = max((i for i, s in enumerate(plan.steps) if isinstance(s, Invoke)), default=-1) + 1
+        if (span := self._find_round_trip()) is None:
+            return [self._with_weights(steps[:last]), *steps[last:]] if are_any else steps
+        one_by_one, weights = steps[span], None
+        if are_any and span.start == 0:
+            one_by_one = [self._with_weights(steps[:last]), *steps[last : span.stop]]
+            weights = self._weights
+        steps[span] = [self._round_trip_step(plan.steps[span], weights, one_by_one)]
+        if are_any and weights is None:
+            return [self._with_weights(steps[: span.start + 1]), *steps[span.start + 1 :]]
+        return steps
 
-    def _refresh_step(self) -> RunStep:
+    def _with_weights(self, steps: Sequence[RunStep]) -> RunStep:
+        """Make one step of the look at the weights and all that submits what reads them."""
         weights = self._weights
 
         def run(host: list[Any], handles: list[Any], imported: list[torch.Tensor]) -> None:
-            weights.refresh(host)
+            with weights.lock:
+                weights.refresh(host)
+                for step in steps:
+                    step(host, handles, imported)
 
         return run
 
@@ -192,7 +200,9 @@ class Runner:
         def run(host: list[Any], handles: list[Any], imported: list[torch.Tensor]) -> None:
             for i, crossing, is_given in crossings:
                 if handles[i] is None:
-                    handles[i] = put_in_place(device, host[i], crossing, imported, is_given)
+                    handles[i] = put_in_place(
+                        device, host[i], crossing, imported, is_given, is_waited_for=False
+                    )
 
         return run
 

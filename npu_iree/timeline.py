@@ -140,7 +140,7 @@ class Timepoint:
 
     def _wait_ns(self, timeout_ns: int | None) -> bool:
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
         try:
             if not self.fence.wait(timeout=0):  # IREE rounds any other up to a millisecond
                 is_latest = _LATEST.point is self or _LATEST.point in self._after
@@ -151,7 +151,7 @@ class Timepoint:
             raise self._error from error
         self._has_ended(may_copy=timeout_ns != 0)
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
         return True
 
     def _has_ended(self, *, may_copy: bool) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import select
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ import torch
 from torch import fx
 
 from lowering.cache import Entry
+from lowering.own_python import own_python
 from lowering.program import Program
 from lowering.region import Region, value_spec
 from lowering.signature import TensorSpec
@@ -82,12 +82,14 @@ def _answers(
     folder: Path, names: Sequence[str], budget_s: float, silence_s: float
 ) -> Iterator[dict[str, Any]]:
     """Start `npu_iree.timing`, and give its answers; the last is empty if it fell silent."""
-    command = [sys.executable, "-P", "-m", "npu_iree.timing", str(folder), str(budget_s), *names]
+    command = own_python("npu_iree.timing", str(folder), str(budget_s), *names)
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     with subprocess.Popen(command, stdin=null, stdout=pipe, stderr=null, text=True) as process:
         assert process.stdout is not None
         try:
-            while select.select([process.stdout], [], [], silence_s)[0]:
+            poll = select.poll()  # `select.select` takes no descriptor above 1023
+            poll.register(process.stdout, select.POLLIN)
+            while poll.poll(silence_s * 1e3):
                 line = process.stdout.readline()
                 if not line:
                     return

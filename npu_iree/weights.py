@@ -31,6 +31,8 @@ class Weights:
 
     Attributes:
         are_any: whether there is any weight at all.
+        lock: is held from a `refresh` to the last submission of what reads the weights: two models
+            may share a graph, each with weights of its own, and be called by two threads.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class Weights:
         constants: dict[str, torch.Tensor],
     ) -> None:
         self._device = device
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()
         position = {name: i for i, name in enumerate(plan.inputs)}
         self._uses = {
             name: [
@@ -78,16 +80,15 @@ class Weights:
         return any(self._executables[region].has_lost_weights for region in self._uses)
 
     def refresh(self, args: Sequence[Any]) -> None:
-        """Bind the weights that are not, or no longer, what was bound."""
+        """Bind the weights that are not what was bound, or no longer. The caller holds the lock."""
         seen = self._look_at(args)
         if seen == self._seen and not self.are_lost():
             return
-        with self._lock:
-            self._seen = None
-            for region, uses in self._uses.items():
-                self._renew(self._executables[region], uses, args)
-            if all(use.address != _UNWATCHED for use in self._every):
-                self._seen = seen
+        self._seen = None
+        for region, uses in self._uses.items():
+            self._renew(self._executables[region], uses, args)
+        if all(use.address != _UNWATCHED for use in self._every):
+            self._seen = seen
 
     def _look_at(self, args: Sequence[Any]) -> tuple[list[int], ...]:
         """Return what tells of a write: addresses, and versions.

@@ -31,10 +31,13 @@ def div_mode(x: Operand, y: Operand, *, rounding_mode: str | None = None) -> Any
         with _OURS:
             quotient = torch.div(x, _without_minus_one(y), rounding_mode="trunc")
         return torch.where(y == -1, -x, quotient)  # type: ignore[arg-type]
+    if rounding_mode == "trunc" and not isinstance(y, torch.Tensor) and _are_floats(x, y):
+        return torch.div(*_promoted(x, y), rounding_mode="trunc")  # torch-mlir rounds it to f32
     if rounding_mode != "floor":
         return _UNCHANGED
+    x, y = _promoted(x, y)
     if _are_floats(x, y):
-        return _floor_of_floats(*_promoted(x, y))
+        return _floor_of_floats(x, y)
     quotient = torch.div(x, y, rounding_mode="trunc")
     rest = x - quotient * y
     return quotient - ((rest != 0) & ((rest < 0) != (y < 0))).to(quotient.dtype)

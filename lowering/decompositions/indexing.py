@@ -44,8 +44,15 @@ def index_put(
     """
     if _OURS.is_done:
         return _UNCHANGED
-    if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
-        return _by_mask(x, indices, values, accumulate)
+    indices = [  # of bytes are masks, too
+        i.to(torch.bool) if i is not None and i.dtype is torch.uint8 else i for i in indices
+    ]
+    if any(i is not None and i.dtype is torch.bool for i in indices):
+        chosen = _by_mask(x, indices, values, accumulate)
+        if chosen is not _UNCHANGED:
+            return chosen
+        with _OURS:  # with a mask that no table lists
+            return aten.index_put.default(x, indices, values, accumulate)
     indices = [
         None if i is None else _counted(i, size) for i, size in zip(indices, x.shape, strict=False)
     ]
@@ -66,7 +73,7 @@ def _by_mask(
     """
     (mask, *others) = (i for i in indices if i is not None)
     first = next(d for d, i in enumerate(indices) if i is not None)
-    if others or mask.dtype is not torch.bool or mask.dim() == 0:
+    if others or mask.dim() == 0:
         return _UNCHANGED
     rest = x.dim() - first - mask.dim()
     if values.dim() > rest:

@@ -75,6 +75,20 @@ def scatter_reduce(
     return torch.scatter_reduce(x, dim, index, source, names[reduce])
 
 
+def scatter_number(x: torch.Tensor, dim: int, index: torch.Tensor, number: float) -> Any:
+    """Decompose `aten.scatter.value` into a tensor of one element, which IREE leaves zero."""
+    if x.dim() != 1 or x.shape[0] != 1:
+        return _UNCHANGED
+    return torch.where((index == 0).any(), torch.full_like(x, number), x)
+
+
+def scatter(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
+    """Decompose `aten.scatter.src` of one element into one, as `scatter_number`."""
+    if x.dim() != 1 or x.shape[0] != 1 or index.shape[0] != 1:
+        return _UNCHANGED
+    return torch.where(index == 0, source[:1], x)
+
+
 def _order(flat: torch.Tensor) -> torch.Tensor:
     """Count the true elements before each one."""
     return torch.cumsum(flat.to(torch.int64), 0) - 1
@@ -86,4 +100,6 @@ DECOMPOSITIONS = {
     aten.masked_scatter.default: masked_scatter,
     aten.masked_scatter_backward.default: masked_scatter_backward,
     aten.scatter.reduce: scatter_reduce,
+    aten.scatter.src: scatter,
+    aten.scatter.value: scatter_number,
 }

@@ -37,3 +37,4 @@ class MlirContext:
         trace: TracebackType | None,
     ) -> None:
         self._handler.detach()
+        self._handler = None  # else the context, which holds it, would never be freed

@@ -80,6 +80,11 @@ def _value(
 ) -> Any:
     spec = argument.spec
     if spec is None:
+        if text not in ("@rand", str(argument.value)):
+            raise ArgumentError(
+                f"{argument.name} was compiled in as {argument.value!r}, and cannot be {text!r}: "
+                "leave it out, or compile the model for that value"
+            )
         return argument.value
     if isinstance(spec, ScalarSpec):
         return _number(spec.dtype, text, argument.name)

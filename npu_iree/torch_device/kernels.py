@@ -29,6 +29,7 @@ from lowering.eager import (
 )
 from lowering.effort import Effort
 from lowering.expressions import Sizes, expression_of, value_of
+from lowering.heal import refuses_everything
 from lowering.region import Region
 from lowering.signature import ScalarSpec, TensorSpec
 from npu_iree.executable import INLINE_EFFORT, Executable
@@ -251,14 +252,20 @@ def make_kernel(
 def _entry(compiler: Compiler, region: Region, name: str) -> Entry:
     digest = compiler.builder.key(region).digest
     known = compiler.denials.read() if compiler.denials is not None else {}
-    if digest in known:
+    if digest in known and known[digest].limits == compiler.builder.limits:
         raise NoKernelError(f"{known[digest].reason} (found before)")
     built = compiler.builder.build([region])[region.name]
     if isinstance(built, Entry):
         return built
     if built is None:
         raise NoKernelError("it may not be compiled")
-    denial = Denial(program=digest, op=name, target=device().target.name, reason=built.summary)
-    if compiler.denials is not None:
+    denial = Denial(
+        program=digest,
+        op=name,
+        target=device().target.name,
+        reason=built.summary,
+        limits=compiler.builder.limits,
+    )
+    if compiler.denials is not None and not refuses_everything(compiler.builder):
         compiler.denials.add([denial])
     raise NoKernelError(built.summary)

@@ -99,7 +99,7 @@ class EagerOp:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call."""
-        key: list[Any] = []
+        key: list[Any] = [torch.get_default_dtype()]  # of what integers become
         leaves: list[Any] = []
         outs = self._outs
         scan(args, self._are_numbers, key, leaves)
@@ -153,7 +153,9 @@ class EagerOp:
         targets = [args[0]] if self._is_in_place else [kwargs[n] for n in self._outs]
         written: Written = tuple((t.dtype, order_for_writing(t)) for t in targets)
         computation = Computation(self._form.function, template, written)
-        key = (self.op, template.constants(leaves), tuple(map(kind_of, arguments)), written)
+        kinds = tuple(map(kind_of, arguments))
+        default = torch.get_default_dtype()
+        key = (self.op, default, template.constants(leaves), kinds, written)
         is_dynamic = STATIC.match(str(self.op)) is None
         kernels = family(key, str(self.op))
         bound = kernels.bind(computation, arguments, is_dynamic)

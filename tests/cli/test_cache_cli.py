@@ -318,3 +318,13 @@ def test_wrong_arguments_are_explained(args: list[str], folder: Path, call: Cli)
     assert done.returncode == 2
     assert "Usage" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_clear_leaves_what_is_not_of_the_cache(folder: Path, call: Cli) -> None:
+    others = [folder / name / "mine.txt" for name in ("artifacts", "failures", "locks")]
+    for other in others:
+        other.parent.mkdir(exist_ok=True)
+        other.write_text("mine")
+    assert call(folder, "clear").returncode == 0
+    assert files(folder) == []
+    assert all(other.exists() for other in others)

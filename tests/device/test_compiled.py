@@ -194,3 +194,19 @@ def test_ops_between_graphs_are_not_traced_into() -> None:
     found = torch.compile(broken, backend="npu_iree")(x.to(NPU))
     assert_same(found.cpu(), broken(x))
     assert convert_frame.FRAME_COUNTER - before <= 4, "this function, and what is left of it"
+
+
+def test_host_memory_that_is_overwritten_after_the_call_has_been_read(device: Device) -> None:
+    x, w = torch.full((64, 64), 2.0), torch.eye(64).to(NPU)
+
+    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return x.to(NPU) @ w
+
+    fast = torch.compile(product, backend="npu_iree")
+    with torch.no_grad():
+        fast(x, w)
+        with device.hold() as gate:
+            y = fast(x, w)
+            x.fill_(-1)
+            gate.open()
+        assert_same(y.cpu(), torch.full((64, 64), 2.0))

@@ -264,6 +264,27 @@ def test_for_an_older_cpu(command: Command, sources: Path, tmp_path: Path) -> No
     assert "--iree-llvmcpu-target-cpu=x86-64-v3" in done.json()["flags"]
 
 
+_FEW_ROWS = """
+import torch
+
+class Product(torch.nn.Module):
+    def forward(self, x, w, v):
+        return torch.relu(x @ w) @ v.t()
+
+def few_rows():
+    return Product(), (torch.randn(6, 64), torch.randn(64, 256), torch.randn(64, 256))
+"""
+
+
+def test_products_of_few_rows_for_an_older_cpu(command: Command, tmp_path: Path) -> None:
+    """Whose registers hold less than a result of so many rows."""
+    source = tmp_path / "few.py"
+    source.write_text(_FEW_ROWS)
+    made = ("compile", f"{source}:few_rows", "-o", tmp_path / "x.vmfb")
+    done = command(*made, "--cpu", "x86-64-v3", "--verify", "--json")
+    assert done.code == 0, done.out
+
+
 def test_for_a_cpu_that_is_not_here(command: Command, sources: Path, tmp_path: Path) -> None:
     """No machine has both AMD's FMA4 and Intel's AMX."""
     for cpu, feature in (("graniterapids", "amx-tile"), ("bdver2", "fma4")):

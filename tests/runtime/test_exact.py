@@ -21,6 +21,27 @@ INDEX = torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0]])
 NOTHING = torch.empty(0, 4)
 
 CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+    "a mask of bytes": (
+        lambda x, m: torch.index_put(x, (m,), SCALAR, accumulate=True),
+        (FLOATS, torch.tensor([0, 200], dtype=torch.uint8)),
+    ),
+    "scattered into one": (
+        lambda x, i: (x.scatter(0, i, 3.0), x[0].scatter(0, i[0], 3.0), x.scatter(0, i, x + 1)),
+        (torch.ones(1), torch.tensor([0])),
+    ),
+    "truncation of doubles": (
+        lambda x: torch.div(x, 0.1, rounding_mode="trunc"),
+        (torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64),),
+    ),
+    "floor division of truths": (lambda x: (x > 1) // 2, (FLOATS,)),
+    "angle beside a number of another dtype": (
+        lambda y, x: (torch.atan2(y, x), torch.atan2(x, y)),
+        (FLOATS, torch.tensor(0.5, dtype=torch.float64)),
+    ),
+    "indices of 32 bits": (
+        lambda x, i: (torch.nn.functional.embedding(i, x), x.index_put((i,), SCALAR)),
+        (FLOATS, torch.tensor([1, 0], dtype=torch.int32)),
+    ),
     "power of infinity": (lambda x: (x**INF, x**-INF), (FLOATS,)),
     "floor division of floats": (lambda x: torch.floor_divide(x, 0.3), (FLOATS,)),
     "hardtanh of integers": (lambda x: torch.nn.functional.hardtanh(x, -2, 3), (WHOLE,)),

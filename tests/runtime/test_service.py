@@ -7,6 +7,7 @@ import logging
 import math
 import operator
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -121,6 +122,33 @@ def test_a_fault_that_is_gone_leaves_the_op_on_the_device(
     counts.clear()
     assert is_right("mixed")  # without a cache there is no record
     assert (counts["healed_ops"], counts["host_ops"]) == (0, 0)
+
+
+def test_where_everything_is_refused_no_op_is_blamed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, counts: Counter[str]
+) -> None:
+    monkeypatch.setenv("NPU_IREE_CACHE", str(tmp_path))
+    assert is_right("mixed", compile_time_limit_s=0.001)
+    assert counts["regions"] == counts["healed_ops"] == 0
+    counts.clear()
+    assert is_right("mixed")
+    assert (counts["denials"], counts["host_ops"]) == (0, 0)
+
+
+def test_a_worker_runs_the_code_of_the_process_that_asks(tmp_path: Path) -> None:
+    """Wherever that has it from: the key of what it makes names this code."""
+    shutil.copytree(Path(service_module.__file__).parent, tmp_path / "lowering")
+    marked = tmp_path / "lowering" / "worker.py"
+    text = marked.read_text().replace("_die_with_parent()\n", "raise SystemExit(77)\n", 1)
+    marked.write_text(text)
+    script = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from lowering.service import CompileService\n"
+        "worker = CompileService(1)._starter.start()\n"
+        "print(worker._process.wait())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "77", done.stderr
 
 
 @pytest.fixture

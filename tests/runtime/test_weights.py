@@ -6,19 +6,21 @@ import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import npu_iree
 from lowering.capture import capture_aot
 from lowering.decompositions import decomposition_table
 from npu_iree.aot_graph import compile_graph
-from npu_iree.errors import DeviceError
+from npu_iree.errors import ArgumentError, DeviceError
 from npu_iree.executable import Executable
 from npu_iree.options import Options
 from npu_iree.timeline import Timepoint, Work
@@ -467,3 +469,48 @@ def test_parts_of_weights_are_packed_once(dump: Path, counts: Counter[str]) -> N
     assert "@main_dispatch" in main
     assert "pack" not in main
     assert (counts["host_ops"], counts["refused_flags"]) == (0, 0)
+
+
+def test_two_models_of_one_graph_in_two_threads_keep_their_weights() -> None:
+    models = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(2)]
+    compiled = [torch.compile(model, backend="npu_iree") for model in models]
+    x = torch.randn(2, 64)
+    with torch.no_grad():
+        wanted = [model(x) for model in models]
+        for call in compiled:
+            call(x)
+
+    def wrong(call: Callable[..., torch.Tensor], expected: torch.Tensor) -> int:
+        with torch.no_grad():
+            return sum(not torch.allclose(call(x), expected, atol=1e-4) for _ in range(200))
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(wrong, compiled, wanted)) == [0, 0]
+
+
+def test_a_weight_that_was_refused_and_is_corrected_is_bound() -> None:
+    class Picks(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("index", torch.tensor([0, 1, 2]))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x[self.index] * 2
+
+    model, x = Picks(), torch.randn(8)
+    fast = torch.compile(model, backend="npu_iree")
+    for _ in range(4):
+        fast(x)
+    model.index[1] = 100
+    with pytest.raises(IndexError):
+        fast(x)
+    model.index[1] = 3
+    assert_same(fast(x), model(x))
+
+
+def test_a_fake_tensor_is_an_error_and_no_crash() -> None:
+    fast = torch.compile(lambda x: torch.relu(x) * 2, backend="npu_iree")
+    for _ in range(3):
+        fast(torch.randn(4, 6))
+    with pytest.raises(ArgumentError, match="fake tensor"):
+        fast(FakeTensorMode().from_tensor(torch.randn(4, 6)))

@@ -241,8 +241,9 @@ class _Product:
         """
         column = self._column_loops[-1]
         columns, rows = self.steps[column], self._rows
+        columns_at_once = max(1, sums // rows)  # of registers that are few, too
         if self.is_by_rows():
-            most = min(_SIDE_BY_SIDE[-1], sums // rows, columns)
+            most = min(_SIDE_BY_SIDE[-1], columns_at_once, columns)
             at_once = _largest_divisor(columns, most)
             if at_once < _SIDE_BY_SIDE[0]:
                 at_once = most
@@ -251,7 +252,7 @@ class _Product:
             )
         else:
             item = math.gcd(columns, _ACROSS)
-            lines = 1 << (sums // rows).bit_length() - 1
+            lines = 1 << columns_at_once.bit_length() - 1
             at_once = math.gcd(item, lines * _LANES)
         whole = {i: self.steps[i] for i in self._row_loops}
         items = {**whole, column: item}
