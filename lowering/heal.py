@@ -55,7 +55,8 @@ class Healer:
             if str(node.target) in ops and (denial := known.get(self._program(_with_parts(node)))):
                 healed.failed |= dict.fromkeys(_with_parts(node), f"{denial.reason} (found before)")
                 found.append(replace(denial, where=str(user_line(node))))
-        self._builder.counts["denials"] += len(found)
+        if found:
+            self._builder.counts["denials"] += len(found)
         if new := [denial for denial in found if denial.program not in _TOLD]:
             _TOLD.update(denial.program for denial in new)
             listed = "\n  ".join(map(str, new))
