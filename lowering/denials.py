@@ -63,6 +63,10 @@ class DenialRecord:
             log.warning("the denial record %s is begun anew: %s", self.path, error)
             return {}
 
+    def under(self, limits: str) -> dict[str, Denial]:
+        """Return the findings that hold under these limits, by their program."""
+        return {p: denial for p, denial in self.read().items() if denial.limits == limits}
+
     @staticmethod
     def parse(text: str) -> dict[str, Denial]:
         """Read the content of a record.

@@ -35,6 +35,14 @@ def is_same_value(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Say whether two tensors are of one dtype and shape and hold the same bytes."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    same_place = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
-    same_sign = one.is_conj() == other.is_conj() and one.is_neg() == other.is_neg()
-    return (same_place and same_sign) or tensor_digest(one) == tensor_digest(other)
+    return is_same_memory(one, other) or tensor_digest(one) == tensor_digest(other)
+
+
+def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Say whether two tensors are at one address, and their bytes mean the same."""
+    return _layout(one) == _layout(other)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    lies = tensor.data_ptr(), tensor.shape, tensor.stride()
+    return *lies, tensor.dtype, tensor.is_conj(), tensor.is_neg()

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from lowering.capture import CapturedGraph, normalize
 from lowering.decompositions import DecompositionTable
+from lowering.digest import is_same_memory
 from lowering.errors import ExportError
 from lowering.manifest import Argument, Call, Constant, Source
 from lowering.nodes import is_number
@@ -235,7 +236,8 @@ class _Inputs:
         """Store a weight, or give one that is stored already another name."""
         value = _value(self._program, name)
         stored, first = self._first.setdefault(value.data_ptr(), (name, node))
-        if first is not node and _is_same(value, self.tensors[stored]):
+        is_known = first is not node and value.numel() > 0  # empty ones may share an address
+        if is_known and is_same_memory(value, self.tensors[stored]):
             self.aliases[stored] = (*self.aliases.get(stored, ()), name)
             node.replace_all_uses_with(first)
             return
@@ -269,17 +271,6 @@ def _value(program: ExportedProgram, name: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise ExportError(f"constant {name} is no tensor but {type(value).__name__}")
     return value.detach()
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Say whether two tensors with one address are the same tensor, and not two empty ones."""
-    return one.numel() > 0 and _layout(one) == _layout(other)
-
-
-def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return where a tensor lies, and all that says what its bytes mean."""
-    as_it_is = tensor.dtype, tensor.is_conj(), tensor.is_neg()
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), *as_it_is
 
 
 def _inline(graph_module: fx.GraphModule, node: fx.Node, value: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import operator
@@ -48,8 +49,7 @@ class Healer:
             regions: gives the device segments of the graph under what is known so far.
         """
         healed = Healed()
-        every = self._denials.read() if self._denials is not None else {}
-        known = {p: d for p, d in every.items() if d.limits == self._builder.limits}
+        known = self._denials.under(self._builder.limits) if self._denials is not None else {}
         ops, found = {denial.op for denial in known.values()}, list[Denial]()
         for node in self._captured.nodes:
             if str(node.target) in ops and (denial := known.get(self._program(_with_parts(node)))):
@@ -75,7 +75,7 @@ class Healer:
             error: how the compiler refused it.
             healed: takes what is found.
         """
-        if refuses_everything(self._builder):
+        if self._is_futile:
             log.warning(
                 "%s runs on the host: the compiler refuses even the smallest program (%s), so no "
                 "op is to blame, and nothing of it is remembered",
@@ -102,6 +102,10 @@ class Healer:
         _TOLD.update(denial.program for denial in denials)
         if self._denials is not None:
             self._denials.add(denials)
+
+    @functools.cached_property
+    def _is_futile(self) -> bool:
+        return refuses_everything(self._builder)
 
     def region(self, nodes: Sequence[fx.Node]) -> Region:
         """Make some nodes a region of their own."""

@@ -76,8 +76,9 @@ def put_in_place(
     if is_given and is_lazy_copy(tensor):
         end_lazy_copy(tensor)
     stored = tensor if crossing.back is None else tensor.permute(crossing.order)
+    may_change = not (is_given or is_waited_for)  # while the device reads it
     problem = why_not_in_place(stored, device.target.alignment_bytes)
-    if not (problem or is_given or is_waited_for) and not can_freeze(stored):
+    if may_change and not problem and not can_freeze(stored):
         problem = "its memory may be written to while the device reads it"
     if is_watched():
         mode = "staged" if problem else device.crossing_mode
@@ -85,7 +86,7 @@ def put_in_place(
         record(Transfer("h2d", mode, tensor.nbytes, name, "the device", where, problem))
     if problem:
         stored = dense_copy(stored)
-    elif is_lazy_copy(stored) or not (is_given or is_waited_for):
+    elif may_change or is_lazy_copy(stored):
         stored = frozen(stored)
     imported.append(stored)
     view, ready = device.memory.put(stored, device.start_point(), crossing.name, is_given)

@@ -129,31 +129,37 @@ class Runner:
 
     def _prepare_all(self) -> list[RunStep]:
         """Prepare the steps; what is bound comes first, or goes with a round trip that does."""
-        plan, are_any = self.plan, self._weights.are_any
+        plan = self.plan
         steps = [self._prepare(step) for step in plan.steps]
-        last = max((i for i, s in enumerate(plan.steps) if isinstance(s, Invoke)), default=-1) + 1
+        last = max((i for i, s in enumerate(plan.steps) if isinstance(s, Invoke)), default=-1)
         if (span := self._find_round_trip()) is None:
-            return [self._with_weights(steps[:last]), *steps[last:]] if are_any else steps
-        one_by_one, weights = steps[span], None
-        if are_any and span.start == 0:
-            one_by_one = [self._with_weights(steps[:last]), *steps[last : span.stop]]
-            weights = self._weights
+            return self._with_weights(steps, last)
+        if span.start:
+            steps[span] = [self._round_trip_step(plan.steps[span], None, steps[span])]
+            return self._with_weights(steps, span.start)
+        weights = self._weights if self._weights.are_any else None
+        one_by_one = self._with_weights(steps[span], last)
         steps[span] = [self._round_trip_step(plan.steps[span], weights, one_by_one)]
-        if are_any and weights is None:
-            return [self._with_weights(steps[: span.start + 1]), *steps[span.start + 1 :]]
         return steps
 
-    def _with_weights(self, steps: Sequence[RunStep]) -> RunStep:
-        """Make one step of the look at the weights and all that submits what reads them."""
-        weights = self._weights
+    def _with_weights(self, steps: Sequence[RunStep], last: int) -> list[RunStep]:
+        """Make one step of the look at the weights, if there are any, and of all that reads them.
+
+        Args:
+            steps: all of them.
+            last: which of them is the last that submits anything.
+        """
+        weights, readers = self._weights, steps[: last + 1]
+        if not weights.are_any:
+            return list(steps)
 
         def run(host: list[Any], handles: list[Any], imported: list[torch.Tensor]) -> None:
             with weights.lock:
                 weights.refresh(host)
-                for step in steps:
+                for step in readers:
                     step(host, handles, imported)
 
-        return run
+        return [run, *steps[last + 1 :]]
 
     def _prepare(self, step: Step) -> RunStep:
         match step:

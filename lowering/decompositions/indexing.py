@@ -51,13 +51,11 @@ def index_put(
         chosen = _by_mask(x, indices, values, accumulate)
         if chosen is not _UNCHANGED:
             return chosen
-        with _OURS:  # with a mask that no table lists
-            return aten.index_put.default(x, indices, values, accumulate)
-    indices = [
-        None if i is None else _counted(i, size) for i, size in zip(indices, x.shape, strict=False)
-    ]
-    if _wants_rows(x, indices, values):
-        indices, values = _by_rows(x, indices, values)
+    else:
+        pairs = zip(indices, x.shape, strict=False)
+        indices = [None if i is None else _counted(i, size) for i, size in pairs]
+        if _wants_rows(x, indices, values):
+            indices, values = _by_rows(x, indices, values)
     with _OURS:
         return aten.index_put.default(x, indices, values, accumulate)
 

@@ -251,8 +251,9 @@ def make_kernel(
 
 def _entry(compiler: Compiler, region: Region, name: str) -> Entry:
     digest = compiler.builder.key(region).digest
-    known = compiler.denials.read() if compiler.denials is not None else {}
-    if digest in known and known[digest].limits == compiler.builder.limits:
+    limits = compiler.builder.limits
+    known = compiler.denials.under(limits) if compiler.denials is not None else {}
+    if digest in known:
         raise NoKernelError(f"{known[digest].reason} (found before)")
     built = compiler.builder.build([region])[region.name]
     if isinstance(built, Entry):
@@ -264,7 +265,7 @@ def _entry(compiler: Compiler, region: Region, name: str) -> Entry:
         op=name,
         target=device().target.name,
         reason=built.summary,
-        limits=compiler.builder.limits,
+        limits=limits,
     )
     if compiler.denials is not None and not refuses_everything(compiler.builder):
         compiler.denials.add([denial])
