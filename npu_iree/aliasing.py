@@ -8,7 +8,7 @@ with other views of one tensor would read and write the wrong elements.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -25,7 +25,8 @@ Aliasing: TypeAlias = frozenset[tuple[int, int, int | None]]
 _NONE: Aliasing = frozenset()
 OTHER_ALIASES = (
     "a graph writes to its arguments, and these overlap in another way than those that it was "
-    "compiled for (clone one of them, or call torch._dynamo.reset())"
+    "compiled for, or one has several elements in the same place (clone one of them, or call "
+    "torch._dynamo.reset())"
 )
 
 
@@ -35,14 +36,18 @@ class Aliases:
     It does not see that tensors with storages of their own, e.g. from NumPy, are the same memory.
     """
 
-    def __init__(self, inputs: Sequence[Any], has_free_offset: Sequence[bool]) -> None:
+    def __init__(
+        self, inputs: Sequence[Any], has_free_offset: Sequence[bool], written: Collection[int]
+    ) -> None:
         """Look at the arguments of the first call.
 
         Args:
             inputs: the arguments.
             has_free_offset: for each, whether the graph is for any `storage_offset`.
+            written: the positions of those that the graph writes to.
         """
         self._positions = [i for i, value in enumerate(inputs) if _has_memory(value)]
+        self._written = [i for i in self._positions if i in written]
         self._free = [has_free_offset[i] for i in self._positions]
         tensors = self._tensors(inputs)
         # Of every tensor in every call, weights among them; Dynamo sees to it that they stay on
@@ -56,7 +61,13 @@ class Aliases:
         return bool(self._expected)
 
     def are_as_compiled(self, args: Sequence[Any]) -> bool:
-        """Say whether the arguments of a call overlap as the graph takes for granted."""
+        """Say whether the arguments of a call overlap as the graph takes for granted.
+
+        None that is written to may overlap itself: all its elements would be written, each with
+        what it alone should be.
+        """
+        if any(_overlaps_itself(args[i]) for i in self._written):
+            return False
         tensors = self._tensors(args)
         memories = list(map(self._place, tensors))
         if not self._expected and len(set(memories)) == len(memories):
@@ -82,6 +93,19 @@ class Aliases:
                 first = min(shared, default=0)
                 found |= {(i, first, place) for i, place in zip(shared, places, strict=True)}
         return found
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Say whether several elements of a tensor may be in the same place."""
+    if not torch._debug_has_internal_overlap(tensor):
+        return False
+    reach = 0  # of the dimensions within this one, in elements
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def _place(tensor: torch.Tensor) -> int:

@@ -149,8 +149,11 @@ class _Source:
         found = metadata()
         if found is None or not any(info.mutates_data for info in found.input_info):
             return None
+        every = range(len(self.inputs))
+        is_same = len(found.input_info) == len(self.inputs)  # none is made of several
+        written = [i for i in every if not is_same or found.input_info[i].mutates_data]
         with unset_fake_temporarily():  # AOTAutograd asks inside its fake tensor mode
-            return Aliases(self.inputs, self.free_offsets)
+            return Aliases(self.inputs, self.free_offsets, written)
 
 
 def input_names(graph_module: fx.GraphModule) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,8 @@ import platformdirs
 
 from lowering.service import Fault
 from npu_iree.errors import OptionError
+
+_warn_once = functools.cache(logging.getLogger(__name__).warning)
 
 # variable -> what it means; printed by `npu-iree settings`.
 VARIABLES = {
@@ -40,13 +44,22 @@ class Settings:
     def read(cls) -> Settings:
         """Read the environment."""
         dump, fault = os.environ.get("NPU_IREE_DUMP"), os.environ.get("NPU_IREE_FAULT")
-        cache = os.environ.get("NPU_IREE_CACHE") or platformdirs.user_cache_dir("npu_iree")
+        cache = os.environ.get("NPU_IREE_CACHE") or _user_cache()
         return cls(
             dump=Path(dump).absolute() if dump else None,
             cache=None if cache == "off" else Path(cache).absolute(),
             cache_limit_bytes=_bytes("NPU_IREE_CACHE_LIMIT_BYTES", 4 << 30),
             fault=Fault(*fault.split(":", 2)) if fault else None,
         )
+
+
+def _user_cache() -> str:
+    """Return where users keep caches; `off` where nobody knows, as for an unknown user id."""
+    try:
+        return platformdirs.user_cache_dir("npu_iree")
+    except RuntimeError as error:
+        _warn_once("nothing is cached, as NPU_IREE_CACHE is not set: %s", str(error))
+        return "off"
 
 
 def turn_cache_off() -> None:

@@ -212,12 +212,21 @@ def var(
     correction: Number | None = None,
     keepdim: bool = False,
 ) -> Any:
-    """Decompose `aten.var` of fewer elements than the correction: it divides by zero, not less."""
+    """Decompose `aten.var` of fewer elements than the correction: it divides by zero, not less.
+
+    So where there may be as few: of a number that is not known, and a correction above 1.
+    """
     if x.dtype.is_complex:
         return _UNCHANGED
     dims = list(dim or range(x.dim()))
     count = math.prod(x.shape[d] for d in dims) if x.dim() else 1
-    if not isinstance(count, int) or count >= (1 if correction is None else correction):
+    least = 1 if correction is None else correction
+    if not isinstance(count, int):
+        if least <= 1:
+            return _UNCHANGED
+        squares = torch.sum(torch.square(x - torch.mean(x, dims, True)), dims, keepdim)
+        return squares / torch.sym_max(count - least, 0)
+    if count >= least:
         return _UNCHANGED
     squares = torch.square(x - torch.sum(x, dims, True) / count) if count else x
     return torch.sum(squares, dims, keepdim) / torch.zeros((), dtype=x.dtype, device=x.device)

@@ -35,7 +35,7 @@ console = Console()
 Target = Annotated[str, typer.Option(help="an installed target")]
 Device = Annotated[str, typer.Option(help="compile, or npu: op by op on the PyTorch device")]
 Jobs = Annotated[int, typer.Option("-j", "--jobs", min=1, help="processes")]
-Limit = Annotated[float, typer.Option(help="seconds that a case may take")]
+Limit = Annotated[float, typer.Option(min=1, help="seconds that a case may take")]
 Journal = Annotated[Path | None, typer.Option(help="JSON lines; a stopped run goes on from it")]
 Json = Annotated[Path | None, typer.Option("--json", help="file for all verdicts")]
 Junit = Annotated[Path | None, typer.Option(help="file for JUnit XML")]
@@ -66,6 +66,8 @@ def ops(
         todo = list(cases(dtype, pattern=filter_, samples=count, backward=trained))
     except ImportError as error:
         raise NpuIreeError(f"PyTorch's operator database needs more: {error}") from error
+    if not todo:
+        raise OptionError(f"no operator matches --filter {filter_.pattern!r}")
     on_npu = device == "npu"  # there, cases share kernels: the cache stays on
     judged_by = functools.partial(judge_eager if on_npu else judge, target=target)
     found = run_cases(todo, judged_by, jobs=jobs, limit_s=limit, journal=journal, cached=on_npu)
@@ -157,7 +159,9 @@ def _write(
 def _read(path: Path) -> dict[str, Verdict]:
     if not path.is_file():
         raise OptionError(f"there is no file {path}")
-    return read_journal(path)
+    if not (found := read_journal(path)):
+        raise OptionError(f"{path} holds no verdicts: is it a --json file or a journal?")
+    return found
 
 
 def _print(verdicts: Sequence[Verdict]) -> None:

@@ -72,7 +72,7 @@ class CompileRequest:
     verify: bool
 
     def check(self) -> None:
-        """Refuse options that would have no effect, before anything is compiled.
+        """Refuse options that would have no effect or do harm, before anything is compiled.
 
         Raises:
             OptionError: there are such options, or there is no such stage.
@@ -86,6 +86,13 @@ class CompileRequest:
             raise OptionError("an artifact has no host: --host-ops allow goes with --bundle")
         if self._is_from_ir and (len(self.sources) > 1 or self.bundle):
             raise OptionError("an IR file is compiled alone, and not into a bundle")
+        for source in self.sources:
+            file = Path(source.rpartition("=")[2].partition(":")[0])
+            if file.exists() and self.output.exists() and file.samefile(self.output):
+                raise OptionError(
+                    f"--output {self.output} is what is to be compiled: give it another name, "
+                    "e.g. model.vmfb"
+                )
         made = {
             "a bundle": self.bundle,
             "a stage's product": self.stop_after is not None,

@@ -147,3 +147,12 @@ def test_the_share_counts_what_ran_right() -> None:
         *[Verdict("x[f32]", "device")] * 3,
     ]
     assert report.device_share(verdicts) == (0.6, 0.75)
+
+
+def test_nothing_proves_nothing(tmp_path: Path) -> None:
+    none = run(*COMMAND, "ops", "--filter", "^no_such_op$")
+    assert (none.returncode, "no operator matches" in none.stderr) == (2, True)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("these are no verdicts")
+    told = run(*COMMAND, "diff", str(empty), str(empty))
+    assert (told.returncode, "holds no verdicts" in told.stderr) == (2, True)

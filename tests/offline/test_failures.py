@@ -264,6 +264,15 @@ def test_for_an_older_cpu(command: Command, sources: Path, tmp_path: Path) -> No
     assert "--iree-llvmcpu-target-cpu=x86-64-v3" in done.json()["flags"]
 
 
+def test_a_source_is_not_overwritten(command: Command, tmp_path: Path) -> None:
+    source = tmp_path / "few.py"
+    source.write_text(_FEW_ROWS)
+    done = command("compile", f"{source}:few_rows", "-o", source)
+    assert done.code == 2
+    assert "is what is to be compiled" in done.err
+    assert source.read_text() == _FEW_ROWS
+
+
 _FEW_ROWS = """
 import torch
 

@@ -187,3 +187,13 @@ def test_the_gradients_of_ormqr_are_eagers() -> None:
     assert len(found) == 3
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_variance_of_any_number_of_elements() -> None:
+    def spreads(x: torch.Tensor) -> Any:
+        return x.var(0, correction=5), x.std(1, correction=2.5), torch.var_mean(x, 0, correction=3)
+
+    fast = torch.compile(spreads, backend="npu_iree", dynamic=True)
+    for sizes in ((9, 4), (4, 2), (3, 7)):
+        x = torch.randn(sizes)
+        assert_same(fast(x), spreads(x))

@@ -118,6 +118,28 @@ def test_an_expanded_input_that_is_written_to(target: str) -> None:
     assert_same(*outcomes)
 
 
+def test_an_input_that_overlaps_itself_and_is_written_to(
+    target: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def column(x: torch.Tensor) -> torch.Tensor:
+        x[:, :1].mul_(3)
+        return x.sum()
+
+    outcomes = []
+    for call in both(column, target):
+        rows = data(9)
+        outcomes.append([call(rows.as_strided((4, 6), (1, 1))), rows])
+    assert_same(*outcomes)
+    assert "several elements in the same place" in caplog.text
+    caplog.clear()
+    apart = []
+    for call in both(column, target):
+        every = data(4, 12)
+        apart.append([call(every[:, ::2]), every])
+    assert_same(*apart)
+    assert "eager" not in caplog.text
+
+
 def part(base: torch.Tensor, how: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Give two tensors of 16 elements that share memory in some way."""
     if how == "not":
