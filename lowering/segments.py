@@ -17,7 +17,7 @@ from typing import TypeAlias, TypeVar
 
 from torch import fx
 
-from lowering.nodes import has_effect, is_scalar, is_subgraph
+from lowering.nodes import VIEW_OPS, has_effect, is_one_of, is_scalar, is_subgraph
 
 DEVICE, HOST = "device", "host"
 
@@ -121,11 +121,19 @@ def _levels(
         for parent in parents[node]:
             children[parent].append(node)
     constant: set[fx.Node] = set()
+    views: set[fx.Node] = set()  # of arguments
     for node in nodes:
-        if constant.issuperset(node.all_input_nodes) and side[node][0] == DEVICE:
+        if side[node][0] != DEVICE:
+            continue
+        if constant.issuperset(node.all_input_nodes):
             constant.add(node)
-    for node in reversed(nodes):  # what is made from nothing goes to where it is first needed
-        if node in constant and children[node]:
+        elif is_one_of(node, VIEW_OPS) and views.issuperset(parents[node]):
+            views.add(node)
+    for node in reversed(nodes):
+        # What is made from nothing goes to where it is first needed. So does a view of an argument
+        # that the device alone reads: alone on its level, the host would be asked to make it.
+        is_read_on_device = all(side[c][0] == DEVICE for c in children[node])
+        if children[node] and (node in constant or (node in views and is_read_on_device)):
             levels[node] = min(levels[c] - (side[c] != side[node]) for c in children[node])
     return levels
 

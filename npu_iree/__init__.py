@@ -44,7 +44,7 @@ _PUBLIC = {
     "register_kernel": "npu_iree.kernels",
     "register_device": "npu_iree.torch_device.registration",
     "save_bundle": "npu_iree.bundles",
-    "save_parameters": "npu_iree.offline.parameters",
+    "save_parameters": "npu_iree.offline.parameter_files",
     "targets": "npu_iree.targets",
     "wait_any": "npu_iree.waiting",
 }

@@ -21,7 +21,7 @@ from lowering.pipeline import stop_after
 from lowering.program import Program
 from lowering.vmfb import pack
 from npu_iree.errors import OptionError
-from npu_iree.offline.parameters import save_parameters
+from npu_iree.offline.parameter_files import save_parameters
 from npu_iree.options import Options
 from npu_iree.toolchain import compiler_for
 from npu_iree.versions import check_versions
