@@ -217,10 +217,6 @@ def _of_each(known: Intervals, node: fx.Node, values: Any, *_: Any) -> Interval:
     return _hull(*map(known.need, values))
 
 
-def _argument(place: int) -> _Rule:
-    return lambda known, node, *args: known.need(args[place])
-
-
 def _rounded(how: Callable[[float], float]) -> _Rule:
     def rule(known: Intervals, node: fx.Node, x: Any, *_: Any) -> Interval:
         low, high = known.need(x)
@@ -236,7 +232,9 @@ def _converted(place: int) -> _Rule:
         low, high = known.need(args[place])
         dtype = node.meta["val"].dtype
         if dtype is torch.bool:
-            raise _Unknown
+            if low != high:
+                raise _Unknown
+            return bool(low), bool(low)
         return (low, high) if dtype.is_floating_point else (math.trunc(low), math.trunc(high))
 
     return rule
@@ -280,8 +278,8 @@ _RULES: dict[str, _Rule] = {
     "aten.copy": _converted(1),
     "aten.div": _quotient,
     "aten.floor": _rounded(math.floor),
-    "aten.full": _argument(1),
-    "aten.full_like": _argument(1),
+    "aten.full": _converted(1),
+    "aten.full_like": _converted(1),
     "aten.lt": _pair(_is_less),
     "aten.maximum": _pair(_larger),
     "aten.minimum": _pair(_smaller),
@@ -290,7 +288,7 @@ _RULES: dict[str, _Rule] = {
     "aten.ones": lambda known, node, *_: (1, 1),
     "aten.remainder": _remainder,
     "aten.round": _rounded(round),
-    "aten.scalar_tensor": _argument(0),
+    "aten.scalar_tensor": _converted(0),
     "aten.sub": _sum(-1),
     "aten.trunc": _rounded(math.trunc),
     "aten.where": _where,

@@ -20,6 +20,16 @@ _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 Number: TypeAlias = int | float
 
 
+def add(x: torch.Tensor, y: torch.Tensor | Number, *, alpha: Number = 1) -> Any:
+    """Decompose `aten.add` of flags, which torch-mlir adds as numbers of one bit, into an `or`."""
+    is_flag = y.dtype is torch.bool if isinstance(y, torch.Tensor) else isinstance(y, bool)
+    if x.dtype is not torch.bool or not is_flag:
+        return _UNCHANGED
+    if not isinstance(y, torch.Tensor):
+        y = torch.full((), y, dtype=torch.bool, device=x.device)
+    return torch.logical_or(x, y if alpha else torch.zeros_like(y))
+
+
 def maximum(a: torch.Tensor, b: torch.Tensor) -> Any:
     """Decompose `aten.maximum` on floats: `a` where it is larger or NaN, else `b`."""
     if not _are_floats(a, b):
@@ -279,6 +289,8 @@ DECOMPOSITIONS = {
         for name in _COMPARISONS
     },
     aten.abs.default: absolute,
+    aten.add.Scalar: add,
+    aten.add.Tensor: add,
     aten.argmax.default: argmax,
     aten.argmin.default: argmin,
     aten.bitwise_or.Scalar: functools.partial(with_number, torch.bitwise_or),

@@ -45,7 +45,7 @@ def max_pool2d(
     stride = stride or kernel_size
     kernel, steps, pads, apart = (of_each(v, 2) for v in (kernel_size, stride, padding, dilation))
     is_irregular = ceil_mode or x.dim() == 3
-    if _OURS.is_done or are_empty(x) or (is_irregular and not is_static(x)):
+    if _OURS.is_done or are_empty(x) or (x.dim() == 3 and not is_static(x)):
         return _UNCHANGED
     sizes, counts, covering = x.shape[-2:], list[Any](), list[Any]()
     for size, k, step, pad, d in zip(sizes, kernel, steps, pads, apart, strict=True):

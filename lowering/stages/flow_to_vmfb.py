@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from typing import Any
 
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.code.block_convolutions import block_convolutions
@@ -14,7 +16,10 @@ from lowering.stages.code.read_ahead import read_ahead
 from lowering.stages.code.read_rows_ahead import read_rows_ahead
 from lowering.stages.code.write_erf import write_erf
 from lowering.stages.flow.bind_functions import add_bind_functions
+from lowering.stages.ir.dispatch_work import walk
 from lowering.stages.iree_session import DATA_TILING, IreeSession
+
+_MOST_NUMBERS = 64  # words of 32 bits that a device program takes, in IREE's runtime
 
 
 def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
@@ -52,13 +57,16 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
             with session.context:
                 bound = add_bind_functions(module)
         output = Output.open_membuffer()
+        if options.is_for_cpu:
+            session.compile(module, begin=begin, end="executable-configurations")
+            begin = "executable-configurations"
+            _check_numbers(module)
         if DATA_TILING in options.flags:
             features = session.features
-            session.compile(module, begin=begin, end="executable-configurations")
             with session.context:
                 block_convolutions(module, features)
                 pack_whole_tiles(module)
-            session.compile(module, begin="executable-configurations", end="executable-targets")
+            session.compile(module, begin=begin, end="executable-targets")
             with session.context:
                 multiply_tiles(module, features)
                 read_ahead(module, features)
@@ -66,7 +74,7 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
                 lend_memory(module)
             begin = "executable-targets"
         if bound is not None:
-            if begin == "flow":
+            if begin != "executable-targets":
                 session.compile(module, begin=begin, end="executable-targets")
                 begin = "executable-targets"
             with session.context:
@@ -78,6 +86,22 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
                 allow_swaps(module)
         session.compile(module, begin=begin).output_vm_bytecode(output)
         return bytes(output.map_memory())
+
+
+def _check_numbers(module: Any) -> None:
+    """Refuse what IREE's runtime would not load.
+
+    Raises:
+        RuntimeError: a device program takes too many sizes and numbers.
+    """
+    for op in walk(module):
+        if op.name == "hal.executable.export":
+            found = re.search(r"constants = (\d+)", str(op.attributes["layout"]))
+            if found and int(found[1]) > _MOST_NUMBERS:
+                raise RuntimeError(
+                    f"a device program would take {found[1]} words of sizes and numbers; IREE's "
+                    f"runtime loads none with more than {_MOST_NUMBERS}"
+                )
 
 
 def _is_module(vmfb: bytes) -> str | None:

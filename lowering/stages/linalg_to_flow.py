@@ -31,6 +31,7 @@ from lowering.stages.linalg.put_channels_last import put_channels_last
 from lowering.stages.linalg.read_chosen import read_chosen
 from lowering.stages.linalg.read_in_panels import read_in_panels
 from lowering.stages.linalg.separate_broadcasts import separate_broadcasts
+from lowering.stages.linalg.separate_concats import separate_concats
 from lowering.stages.linalg.separate_merges import separate_merges
 from lowering.stages.linalg.separate_pieces import separate_pieces
 from lowering.stages.linalg.separate_reads import separate_reads
@@ -113,6 +114,7 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 separate_broadcasts(function)
                 separate_scalars(function)
                 separate_pieces(function)
+                separate_concats(function)
                 mark_convolutions(function, features)
                 if any(CHANNELS_LAST in flag for flag in options.flags):
                     put_channels_last(function)

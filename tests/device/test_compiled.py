@@ -210,3 +210,17 @@ def test_host_memory_that_is_overwritten_after_the_call_has_been_read(device: De
             x.fill_(-1)
             gate.open()
         assert_same(y.cpu(), torch.full((64, 64), 2.0))
+
+
+def test_a_view_of_an_argument_stays_on_the_device() -> None:
+    def scaled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x[:, 3] * torch.median(y.relu())  # which only the host has
+
+    x, y = torch.randn(4, 8), torch.randn(5)
+    fast = torch.compile(scaled, backend="npu_iree")
+    device_x, device_y = x.to(NPU), y.to(NPU)
+    fast(device_x, device_y)
+    with npu_iree.record_transfers() as transfers:
+        result = fast(device_x, device_y)
+    assert [t.nbytes for t in transfers.entries if t.kind == "d2h"] == [y.nbytes]
+    torch.testing.assert_close(result.cpu(), scaled(x, y))

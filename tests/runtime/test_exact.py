@@ -17,6 +17,7 @@ INF = float("inf")
 FLOATS = torch.tensor([[0.0, 1.0, 2.5, -1.0], [0.5, -3.0, 7.0, -0.1]])
 WHOLE = torch.tensor([[0, 7, -7, 3], [5, -2, 1, 9]])
 SCALAR = torch.tensor(3.0)
+TRUE = torch.tensor(True)
 INDEX = torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0]])
 NOTHING = torch.empty(0, 4)
 
@@ -32,6 +33,21 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "truncation of doubles": (
         lambda x: torch.div(x, 0.1, rounding_mode="trunc"),
         (torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64),),
+    ),
+    "a truth that is added": (
+        lambda x: (x + True, True + x, torch.add(x, True, alpha=False), x + TRUE, x + x, x + 1),
+        (FLOATS > 0,),
+    ),
+    "results that begin alike": (
+        lambda x: (x * 3 + 1, torch.cat([x, x * 2]), torch.cat([x, x * 3]), torch.stack([x, -x])),
+        (FLOATS,),
+    ),
+    "results that begin with the same numbers": (
+        lambda x: (
+            x * 3 + 1,
+            *(torch.cat([torch.zeros(1, 4), y, x]) for y in (x, x * 3, x.sin())),
+        ),
+        (FLOATS,),
     ),
     "floor division of truths": (lambda x: (x > 1) // 2, (FLOATS,)),
     "angle beside a number of another dtype": (
@@ -83,11 +99,68 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
 }
 
 
+FIRSTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "computed": lambda x: x * 2,
+    "zeros": lambda x: torch.zeros(2, 3),
+    "one row": lambda x: torch.ones(1, 3),
+}
+
+
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
 @pytest.mark.parametrize("name", CASES)
 def test_it_gives_what_eager_gives(name: str) -> None:
     function, inputs = CASES[name]
     assert_same(torch.compile(function, backend="npu_iree")(*inputs), function(*inputs))
+
+
+@pytest.mark.parametrize("first", FIRSTS)
+def test_results_of_any_size_that_begin_alike(first: str) -> None:
+    def joined(x: torch.Tensor) -> Any:
+        begin = FIRSTS[first](x)
+        return x * 3 + 1, *(torch.cat([begin, y]) for y in (x, x * 3, x.sin(), x))
+
+    fast = torch.compile(joined, backend="npu_iree", dynamic=True)
+    for rows in (5, 2, 9):
+        x = torch.randn(rows, 3)
+        assert_same(fast(x), joined(x))
+
+
+def test_an_integer_made_of_a_fraction_is_zero() -> None:
+    def divided(y: torch.Tensor) -> torch.Tensor:
+        return y // torch.full_like(y, 0.5)
+
+    with pytest.raises(ZeroDivisionError):
+        torch.compile(divided, backend="npu_iree")(WHOLE)
+
+
+@pytest.mark.parametrize("window", [(2, 2), (3, 2, 1), (3, 2, 0, 2)])
+def test_maxima_of_windows_over_the_end_of_images_of_any_size(
+    window: tuple[int, ...], counts: Counter[str]
+) -> None:
+    def pooled(x: torch.Tensor) -> Any:
+        return torch.nn.functional.max_pool2d(x, *window, ceil_mode=True, return_indices=True)
+
+    fast = torch.compile(pooled, backend="npu_iree", dynamic=True)
+    for size in (6, 7, 10):
+        x = torch.randn(2, 3, size, size + 3)
+        x[0, 0, 1, 1], x[0, 1, 4:, 4:] = float("nan"), -INF
+        assert_same(fast(x), pooled(x))
+    assert not counts["host_ops"]
+
+
+def test_a_program_of_more_sizes_than_the_runtime_takes_is_cut(
+    caplog: pytest.LogCaptureFixture, counts: Counter[str]
+) -> None:
+    def summed(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        for other in others:
+            x = (x + other.size(0)) * 0.5
+        return x
+
+    inputs = [torch.randn(size) for size in range(4, 40)]
+    fast = torch.compile(summed, backend="npu_iree", dynamic=True)
+    assert_same(fast(*inputs), summed(*inputs))
+    assert "words of sizes and numbers" in caplog.text
+    assert not counts["host_ops"]
 
 
 def test_images_of_bytes_are_divided_on_the_device(counts: Counter[str]) -> None:
