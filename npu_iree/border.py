@@ -28,6 +28,8 @@ from npu_iree.frozen import (
 from npu_iree.timeline import NOW
 from npu_iree.transfers import Transfer, is_watched, record
 
+_LARGE_BYTES, _SMALL_BYTES = 1 << 20, 1 << 12  # of all results together, of one
+
 
 @dataclass(frozen=True)
 class Crossing:
@@ -247,9 +249,16 @@ def land(
         own = [span for span in own if tensors[span[2]] is not targets[span[2]]]
     # The compiler hands the same buffer out twice where values are equal (`x + 0`, `y.clone()`); in
     # eager they are two tensors. What is the argument that it is to be written to stays.
-    for i in overlapping(taken + own):
+    apart = dict.fromkeys(
+        overlapping(taken + own),
+        "its memory is also that of an argument, a state or another result",
+    )
+    # Results share a block of memory: a loss that is kept would keep all activations with it.
+    if len(tensors) > 1 and sum([t.nbytes for t in tensors]) > _LARGE_BYTES:
+        small = [i for _, _, i in own if 0 < tensors[i].nbytes <= _SMALL_BYTES]
+        apart |= dict.fromkeys(small, "it would keep the memory of larger results")
+    for i, reason in apart.items():
         if is_watched():
-            reason = "its memory is also that of an argument, a state or another result"
             name, where = crossings[i].name, crossings[i].where
             record(Transfer("d2h", "staged", tensors[i].nbytes, name, reader, where, reason))
         tensors[i] = tensors[i].clone()

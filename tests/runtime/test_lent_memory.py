@@ -315,3 +315,25 @@ def test_released_memory_is_the_systems() -> None:
 def resident() -> int:
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_a_loss_that_is_kept_keeps_no_activations() -> None:
+    wide = torch.nn.Linear(256, 256)
+    model = torch.nn.Sequential(wide, torch.nn.GELU(), wide, torch.nn.GELU())
+    x = torch.randn(2048, 256)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model(x).square().mean()
+        return found
+
+    fast = torch.compile(loss, backend="npu_iree")
+    kept = []
+    for step in range(25):
+        found = fast(x)
+        found.backward()
+        kept.append(found.detach())
+        if step == 4:
+            before = resident()
+    assert resident() - before < 40 << 20, "each would keep 6 MB or more"
+    assert len({float(value) for value in kept}) == 1
