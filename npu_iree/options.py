@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -219,6 +220,12 @@ def _positive(name: str, value: Any) -> float:
     return value
 
 
+def _bytes(name: str, value: Any) -> int:
+    if not math.isfinite(_positive(name, value)):
+        raise OptionError(f"option {name!r} is a number of bytes, not {value!r}")
+    return int(value)
+
+
 _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "target": _target,
     "fallback": _one_of("host", "error"),
@@ -233,5 +240,5 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "tune": _one_of("off", "quick", "full"),
     "donate": _parameters,
     "compile_time_limit_s": _positive,
-    "compile_memory_limit_bytes": lambda name, value: int(_positive(name, value)),
+    "compile_memory_limit_bytes": _bytes,
 }

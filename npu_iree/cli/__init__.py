@@ -10,10 +10,9 @@ from rich.table import Table
 from npu_iree import settings
 from npu_iree.cli import artifacts, cache, capabilities, conformance
 from npu_iree.cli.compile import compile_command
-from npu_iree.cli.exits import exit_code
+from npu_iree.cli.exits import TOLD, exit_code
 from npu_iree.cli.prebuild import prebuild_command
 from npu_iree.cli.profile import profile_command
-from npu_iree.errors import NpuIreeError
 from npu_iree.targets import targets
 
 app = typer.Typer(
@@ -62,10 +61,10 @@ def demo(
 
 
 def main() -> None:
-    """Run the command line; an error of ours is one clear message and an exit code by its kind."""
+    """Run the command line; an error is one clear message and an exit code by its kind."""
     try:
         app()
-    except NpuIreeError as error:
+    except TOLD as error:
         Console(stderr=True).print(
             "[bold red]error:[/]", escape(str(error)), highlight=False, soft_wrap=True
         )

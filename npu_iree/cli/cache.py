@@ -140,7 +140,7 @@ def export_entries(file: Path) -> None:
     cache, denials = _cache(), _denials()
     entries = cache.entries()
     try:
-        with zipfile.ZipFile(file, "w") as archive:
+        with zipfile.ZipFile(file, "w", strict_timestamps=False) as archive:
             for path, _ in entries:
                 archive.write(path, f"artifacts/{path.name}")
             if denials.path.exists():

@@ -44,13 +44,16 @@ HELP = (
     "9 wrong inputs; 10 the device failed; 11 other versions than the verified ones."
 )
 
+# What is told in a line: errors of ours, and the system's, e.g. of a path that is too long.
+TOLD = (NpuIreeError, OSError)
 
-def exit_code(error: NpuIreeError) -> int:
+
+def exit_code(error: Exception) -> int:
     """Return the exit code for an error."""
     return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 1)
 
 
-def as_json(error: NpuIreeError) -> dict[str, object]:
+def as_json(error: Exception) -> dict[str, object]:
     """Describe an error as plain data."""
     found: dict[str, object] = {"error": type(error).__name__, "message": str(error)}
     if isinstance(error, UnsupportedOpError):
@@ -65,7 +68,7 @@ def telling_errors(console: Console, *, as_json_: bool) -> Iterator[None]:
     """With `--json`, print an error of ours as JSON, and end with its exit code."""
     try:
         yield
-    except NpuIreeError as error:
+    except TOLD as error:
         if not as_json_:
             raise
         console.print_json(json.dumps(as_json(error)))

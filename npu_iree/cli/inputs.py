@@ -110,8 +110,11 @@ def _size(symbol: str, call: Call, sizes: dict[str, int]) -> int:
 
 
 def _read(name: str, path: Path) -> torch.Tensor:
-    try:  # copied: a device thread may free it last, which for NumPy's memory takes an interpreter
-        return torch.tensor(np.load(path, allow_pickle=False))
+    try:
+        with path.open("rb") as file:
+            array = np.lib.format.read_array(file, allow_pickle=False)
+        # Copied: a device thread may free it last, which for NumPy's memory takes an interpreter.
+        return torch.tensor(array)
     except (OSError, ValueError, TypeError) as error:
         raise ArgumentError(f"cannot read input {name} from {path}: {error}") from error
 

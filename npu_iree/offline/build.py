@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,9 +20,10 @@ from lowering.manifest import Manifest
 from lowering.offline import OfflineProgram, capture_exports, check_exports, compile_exports
 from lowering.pipeline import stop_after
 from lowering.program import Program
-from lowering.vmfb import pack
+from lowering.vmfb import pack, read_manifest
 from npu_iree.errors import OptionError
-from npu_iree.offline.parameter_files import save_parameters
+from npu_iree.offline.parameter_files import holds, save_parameters
+from npu_iree.offline.parameters import Parameters
 from npu_iree.options import Options
 from npu_iree.toolchain import compiler_for
 from npu_iree.versions import check_versions
@@ -104,7 +106,8 @@ def write_artifact(
         ExportError: the programs cannot be one artifact.
         UnsupportedOpError: the target cannot run some ops; lists them all.
         StageError: the compiler refused the program.
-        ArtifactError: nothing can be written there.
+        ArtifactError: nothing can be written there, or it would be written over parameters that
+            are of no such artifact.
     """
     options.check()
     path, compiler = Path(path), options.compiler
@@ -128,12 +131,35 @@ def write_artifact(
             _check_embedded(made.manifest)
     else:
         name = beside.name if tensors else ""
+        if name:
+            _check_replaced(path, beside, tensors)
         made = compile_exports(
             exports, compiler.builder, driver=options.driver, parameter_file=name
         )
     manifest = replace(made.manifest, source=dict(options.source))
     write_files(path, pack(made.module, manifest), manifest.parameter_file, made.tensors)
     return manifest
+
+
+def _check_replaced(artifact: Path, beside: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse to write over parameters, but for the same, and those that the artifact has now.
+
+    Models are often kept as `model.safetensors`.
+    """
+    if not beside.exists():
+        return
+    with contextlib.suppress(ArtifactError):  # the artifact is not there, or has others
+        manifest = read_manifest(artifact)
+        if manifest.parameter_file == beside.name and Parameters.beside(artifact, manifest):
+            return
+    with contextlib.suppress(ArtifactError):
+        if holds(beside, tensors):
+            return
+    raise ArtifactError(
+        beside,
+        f"it would be written over, and {artifact.name} was not written with it: move it, or call "
+        "the artifact something else",
+    )
 
 
 def write_files(

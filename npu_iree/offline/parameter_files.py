@@ -128,6 +128,20 @@ def read_parameters(path: Path) -> tuple[dict[str, Stored], torch.Tensor]:
         return found, torch.frombuffer(data, dtype=torch.uint8)
 
 
+def holds(path: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Say whether a file of parameters holds these and no others.
+
+    Raises:
+        ArtifactError: as of `read_parameters`.
+    """
+    stored, data = read_parameters(path)
+    written = _once(tensors)
+    return stored.keys() == written.keys() and all(
+        torch.equal(data[s.begin : s.begin + s.nbytes], _bytes_of(_dense(written[name])))
+        for name, s in stored.items()
+    )
+
+
 def _once(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     seen: set[tuple[Any, ...]] = set()
     found = {}
@@ -144,8 +158,8 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -174,7 +188,7 @@ def _write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
-            file.write(_bytes_of(tensor))
+            file.write(_bytes_of(tensor).numpy().data)
 
 
 def _read_safetensors(path: Path, data: mmap.mmap) -> dict[str, Stored]:
@@ -205,7 +219,7 @@ def _read_safetensors(path: Path, data: mmap.mmap) -> dict[str, Stored]:
 def _write_irpa(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     index = hal.ParameterIndex()
     for name, tensor in tensors.items():
-        index.add_buffer(name, _bytes_of(tensor))
+        index.add_buffer(name, _bytes_of(tensor).numpy())
     index.create_archive_file(str(path))
 
 

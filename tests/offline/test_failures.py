@@ -352,6 +352,10 @@ def test_an_unknown_target_is_told(
         (("--input", "x=nowhere.npy"), 9, "cannot read input x from nowhere.npy"),
         (("--input", "x=wrong.npy"), 9, "x is f64, and was compiled for f32"),
         (("--input", "x=objects.npy"), 9, "cannot read input x"),
+        (("--input", "x=empty.npy"), 9, "cannot read input x from empty.npy"),
+        (("--input", "x=several.npz"), 9, "cannot read input x from several.npz"),
+        (("--input", f"x={'n' * 300}.npy"), 9, "File name too long"),
+        (("--input", "x=@rand", "--params", f"{'n' * 300}.irpa"), 5, "File name too long"),
         (("--input", "x=@rand", "--size", "s=1"), 2, "no size s; there are: NAME"),
         (("--input", "x=@rand", "--size", "NAME=99"), 9, "dimension 0 of x is 99"),
         (("--input", "x=@rand", "--size", "NAME=-1"), 2, "NAME is a size"),
@@ -371,6 +375,8 @@ def test_bad_inputs_are_told(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     np.save("wrong.npy", np.ones((2, 4)))
+    np.savez("several.npz", a=np.ones(1), b=np.ones(2))
+    Path("empty.npy").touch()
     np.save("objects.npy", np.array([{}], dtype=object), allow_pickle=True)
     (symbol,) = read_manifest(net).entries["main"].symbols
     options = tuple(o.replace("NAME", symbol) for o in options)
@@ -402,6 +408,30 @@ def test_nothing_is_left_of_an_artifact_that_cannot_be_written(tmp_path: Path) -
     with pytest.raises(npu_iree.ArtifactError, match="cannot be written"):
         compiled({"main": model}, tmp_path / "taken.vmfb")
     assert {p.name for p in tmp_path.iterdir()} == {"folder", "taken.vmfb"}
+
+
+def test_parameters_of_others_are_not_written_over(tmp_path: Path) -> None:
+    """Models are often kept as `model.safetensors`."""
+    model, path = SmallModel(Net(), (torch.ones(2, 4),)), tmp_path / "model.vmfb"
+    theirs = tmp_path / "model.safetensors"
+    npu_iree.save_parameters({**Net().state_dict(), "scale": torch.ones(3)}, theirs)
+    before = theirs.read_bytes()
+    options = BuildOptions(params="safetensors")
+    with pytest.raises(npu_iree.ArtifactError, match="was not written with it"):
+        compiled({"main": model}, path, options)
+    assert not path.exists()
+    assert theirs.read_bytes() == before
+    theirs.unlink()
+    compiled({"main": model}, path, options)
+    with torch.no_grad():
+        model.model.scale.add_(1)
+    compiled({"main": model}, path, options)  # its own may go
+    path.unlink()
+    compiled({"main": model}, path, options)  # and what is the same
+    theirs.write_bytes(before)  # which somebody has tuned
+    with pytest.raises(npu_iree.ArtifactError, match="was not written with it"):
+        compiled({"main": model}, path, options)
+    assert theirs.read_bytes() == before
 
 
 def test_gradients_are_no_artifact(tmp_path: Path) -> None:
