@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -12,6 +13,8 @@ from lowering.target import Candidate, Choice, CompileTarget
 from npu_iree.errors import TargetError
 
 ENTRY_POINT_GROUP = "npu_iree.targets"
+_MEMORIES = ("unified", "discrete")
+_log = logging.getLogger(__name__)
 
 # Flags that are part of the contract between compiler and runtime, whatever the code generator:
 # fences in and out of each call, and the dtypes that the user wrote.
@@ -54,6 +57,29 @@ class Target:
     alignment_bytes: int = 64
     max_in_flight: int = 256
     max_in_flight_bytes: int = 4 << 30
+
+    def __post_init__(self) -> None:
+        """Check what would be found out in the middle of a call.
+
+        Raises:
+            TargetError: a value is none that a target can have.
+        """
+        alignment = self.alignment_bytes
+        claims = {
+            f"memory is one of {', '.join(_MEMORIES)}, not {self.memory!r}": (
+                self.memory in _MEMORIES
+            ),
+            f"driver is the URI of an IREE device, not {self.driver!r}": bool(self.driver),
+            f"alignment_bytes is a power of two, not {alignment}": (
+                alignment > 0 and not alignment & (alignment - 1)
+            ),
+            "max_in_flight and max_in_flight_bytes are above 0": (
+                min(self.max_in_flight, self.max_in_flight_bytes) > 0
+            ),
+        }
+        for claim, is_true in claims.items():
+            if not is_true:
+                raise TargetError(f"target {self.name!r}: {claim}")
 
     @property
     def name(self) -> str:
@@ -146,37 +172,47 @@ CUDA = Target(
 )
 
 
-@cache
 def targets() -> dict[str, Target]:
     """Return every installed target by name, ours and those of other packages.
 
-    Raises:
-        TargetError: an entry point cannot be loaded or is not a `Target`, or two share a name.
+    An entry point that cannot be loaded, that is no `Target`, or whose name is taken, is told of in
+    a warning, once; the other targets are there.
     """
+    return dict(_installed()[0])
+
+
+@cache
+def _installed() -> tuple[dict[str, Target], dict[str, str]]:
+    """Load all targets; give them by name, and why others are none by the names of theirs."""
     found = {t.name: t for t in (NPU_LOCAL, NPU_VIRTUAL, CUDA)}
+    broken: dict[str, str] = {}
     for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
         try:
             target = entry.load()
-        except Exception as error:
-            raise TargetError(
-                f"cannot load target {entry.name!r} ({entry.value}): {error}"
-            ) from error
-        if not isinstance(target, Target):
-            raise TargetError(f"{entry.value} is no npu_iree.Target but {type(target).__name__}")
-        if found.setdefault(target.name, target) is not target:
-            raise TargetError(f"two packages define a target {target.name!r}; one is {entry.value}")
-    return found
+        except Exception as error:  # whatever another package does when it is imported
+            broken[entry.name] = f"it cannot be loaded: {type(error).__name__}: {error}"
+        else:
+            if not isinstance(target, Target):
+                broken[entry.name] = f"it is no npu_iree.Target but {type(target).__name__}"
+            elif found.setdefault(target.name, target) is not target:
+                broken[entry.name] = f"another package defines a target {target.name!r}, too"
+        if entry.name in broken:
+            _log.warning("target %s (%s): %s", entry.name, entry.value, broken[entry.name])
+    return found, broken
 
 
 def find_target(name: str) -> Target:
     """Return a target by name.
 
     Raises:
-        TargetError: there is none; the message lists those there are and the near one.
+        TargetError: there is none, and the message lists those there are and the near one; or the
+            package that has it could not give it, and the message says why.
     """
     table = targets()
     if name in table:
         return table[name]
+    if why := _installed()[1].get(name):
+        raise TargetError(f"target {name!r}: {why}")
     near = difflib.get_close_matches(name, table, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise TargetError(f"no target {name!r}.{hint} Installed: {', '.join(sorted(table))}")

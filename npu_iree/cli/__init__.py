@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+from typing import NoReturn
+
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -60,8 +64,15 @@ def demo(
     run_demo(console, target, layers)
 
 
+def _end(number: int, frame: object) -> NoReturn:
+    """End as after an error, with the exit code of a shell: what is half written goes."""
+    raise SystemExit(128 + number)
+
+
 def main() -> None:
     """Run the command line; an error is one clear message and an exit code by its kind."""
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, _end)
     try:
         app()
     except TOLD as error:

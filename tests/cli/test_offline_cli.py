@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -280,3 +283,19 @@ def test_tuning_is_measured_kept_and_shown(
     refused = command("cache", "tuning", plain.stem)
     assert (refused.code, "was not tuned" in refused.err) == (1, True)
     assert command("compile", *source, "--cpu", "x86-64-v3").code == 2
+
+
+def test_nothing_half_written_is_left_by_a_command_that_is_ended(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys, tempfile\n"
+        "from npu_iree import cli\n"
+        "def write():\n"
+        "    with tempfile.TemporaryDirectory(dir=sys.argv[1]):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        signal.pause()\n"
+        "cli.app = write\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], timeout=60, check=False)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert not list(tmp_path.iterdir())

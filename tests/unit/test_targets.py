@@ -1,0 +1,72 @@
+"""Targets of other packages: found, checked, and no trouble to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module, metadata
+from typing import Any
+
+import pytest
+
+from npu_iree.errors import TargetError
+from npu_iree.targets import ENTRY_POINT_GROUP, NPU_LOCAL, NPU_VIRTUAL, Target, find_target, targets
+
+OURS = {"npu-local", "npu-virtual", "cuda"}
+vendor = replace(NPU_VIRTUAL, compile=replace(NPU_VIRTUAL.compile, name="vendor"))
+taken = replace(NPU_VIRTUAL, alignment_bytes=128)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let packages offer targets of which most are none."""
+    entries = [
+        metadata.EntryPoint(name, value, ENTRY_POINT_GROUP)
+        for name, value in {
+            "vendor": f"{__name__}:vendor",
+            "gone": "no_such_package:TARGET",
+            "number": f"{__name__}:OURS",
+            "npu-twice": f"{__name__}:taken",
+        }.items()
+    ]
+    module = import_module("npu_iree.targets")
+    monkeypatch.setattr(module.metadata, "entry_points", lambda **_: entries)
+    module._installed.cache_clear()
+    yield
+    module._installed.cache_clear()
+
+
+@pytest.mark.usefixtures("installed")
+def test_packages_that_fail_are_told_of_and_disable_no_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert set(targets()) == {*OURS, "vendor"}
+    assert find_target("npu-virtual") is NPU_VIRTUAL
+    assert find_target("vendor") is vendor
+    assert len(caplog.records) == 3
+    targets()
+    assert len(caplog.records) == 3, "once"
+    for name, reason in (
+        ("gone", "cannot be loaded: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("number", "is no npu_iree.Target but set"),
+        ("npu-twice", "another package defines a target 'npu-virtual', too"),
+    ):
+        assert f"target {name} (" in caplog.text
+        assert reason in caplog.text
+        with pytest.raises(TargetError, match=f"target '{name}': .*{reason.split(' ')[0]}"):
+            find_target(name)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("memory", "shared", "memory is one of unified, discrete, not 'shared'"),
+        ("driver", "", "driver is the URI of an IREE device"),
+        ("alignment_bytes", 48, "alignment_bytes is a power of two, not 48"),
+        ("max_in_flight", 0, "are above 0"),
+    ],
+)
+def test_a_target_that_cannot_be_is_refused(field: str, value: Any, reason: str) -> None:
+    values = {"compile": NPU_LOCAL.compile, "driver": "local-task", "memory": "unified"}
+    with pytest.raises(TargetError, match=f"target 'npu-local': .*{reason}"):
+        Target(**{**values, field: value})
