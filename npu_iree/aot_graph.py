@@ -24,6 +24,7 @@ from npu_iree.executable import Executable
 from npu_iree.options import Options
 from npu_iree.report import CompileReport, tell
 from npu_iree.runner import Runner
+from npu_iree.shared_graph import SharedGraph, for_each_model
 from npu_iree.toolchain import compiler_for
 from npu_iree.torch_device import graphs
 
@@ -72,11 +73,13 @@ class AotGraph:
         donated = self.donated
         captured = replace(captured, donated=frozenset(captured.inputs[i] for i in donated.names))
         loaded: Runner | None = None
+        every: Runner | SharedGraph | None = None
         runner: Callable[[list[Any]], list[Any]]
         with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
             try:
                 loaded = compile_graph(captured, self.options, cause, caller)
-                runner, donated = loaded.run, donated.reused_by(loaded.plan)
+                every, donated = for_each_model(loaded), donated.reused_by(loaded.plan)
+                runner = every.run
             except NotCompiledError as error:
                 if self.options.compile != "eager":
                     raise
@@ -84,15 +87,15 @@ class AotGraph:
                     "a graph runs on PyTorch's CPU kernels, as compile='eager' says: %s", error
                 )
                 runner = captured.eager()
-        takes_handles = bool(captured.handles or captured.kept)
-        if takes_handles:
+        if captured.handles or captured.kept:
+            every = None
             runner = graphs.HandleRunner(runner, captured, written, views, donated)
 
         def run(args: list[Any]) -> list[Any]:
             return list(runner(args))
 
         run._boxed_call = True  # type: ignore[attr-defined]
-        return LoadedGraph(run, loaded, takes_handles)
+        return LoadedGraph(run, loaded, every)
 
 
 @dataclass(frozen=True)
@@ -102,12 +105,12 @@ class LoadedGraph:
     Attributes:
         run: what AOTAutograd calls: takes the arguments out of a list, returns a list of results.
         runner: what runs it on the target; None if PyTorch's CPU kernels do.
-        takes_handles: whether arguments or results are on "npu", which `run` sees to.
+        direct: what may be called itself, if all arguments and results are on the host.
     """
 
     run: Callable[[list[Any]], list[Any]]
     runner: Runner | None
-    takes_handles: bool
+    direct: Runner | SharedGraph | None
 
 
 def compile_graph(

@@ -24,6 +24,7 @@ from npu_iree.frozen import can_freeze
 from npu_iree.options import Options
 from npu_iree.precompiled import is_precompiling, precompiled
 from npu_iree.runner import Runner
+from npu_iree.shared_graph import SharedGraph
 from npu_iree.torch_device import graphs
 from npu_iree.torch_device.current import is_on_npu
 from npu_iree.versions import check_versions
@@ -125,7 +126,7 @@ class _Source:
     caller: bundles.Caller | None
     cause: Cause
     donated: Donated
-    inferred: list[Runner]
+    inferred: list[Runner | SharedGraph]
 
     @classmethod
     def of(cls, graph_module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> _Source:
@@ -189,8 +190,8 @@ def _compile_aot(
         aliases = source.aliases() if kind != "backward" else None
         return precompiled(graph, graph_module, source.cause, aliases)
     loaded = graph.load(graph_module, source.cause, source.caller)
-    if loaded.runner is not None and not loaded.takes_handles and kind == "inference":
-        source.inferred.append(loaded.runner)
+    if loaded.direct is not None and kind == "inference":
+        source.inferred.append(loaded.direct)
     return loaded.run
 
 

@@ -52,6 +52,7 @@ class Runner:
         self.plan = plan
         self.executables = executables
         self._device = device
+        self._constants = constants
         names = _names(plan)
         self._index = {name: i for i, name in enumerate(names)}
         self._crossings = self._find_crossings()
@@ -67,6 +68,16 @@ class Runner:
             (self._index[o.name], o.name in plan.kept) if isinstance(o, Value) else (-1, o)
             for o in plan.outputs
         ]
+
+    @property
+    def first_weight(self) -> int | None:
+        """The position of the first argument that is bound; None if none is."""
+        return min(self._weights.positions, default=None)
+
+    def again(self) -> Runner:
+        """Load the same once more, with nothing bound yet."""
+        executables = {n: Executable(self._device, e.artifact) for n, e in self.executables.items()}
+        return Runner(self.plan, self._device, executables, self._constants)
 
     def __call__(self, *args: Any) -> list[Any]:
         """Run the plan once.

@@ -31,6 +31,7 @@ class Weights:
 
     Attributes:
         are_any: whether there is any weight at all.
+        positions: of the arguments that are weights.
         lock: is held from a `refresh` to the last submission of what reads the weights: two models
             may share a graph, each with weights of its own, and be called by two threads.
     """
@@ -63,7 +64,7 @@ class Weights:
         self.are_any = bool(self._uses)
         self._executables = executables
         self._every = [*itertools.chain.from_iterable(self._uses.values())]
-        self._positions = [use.position for use in self._every if use.constant is None]
+        self.positions = [use.position for use in self._every if use.constant is None]
         self._seen: tuple[list[int], ...] | None = None
 
     @property
@@ -96,7 +97,7 @@ class Weights:
         A write that was going on in another thread when a weight was bound is still in the memory
         that is bound; it ends with another version.
         """
-        weights = [args[i] for i in self._positions]
+        weights = [args[i] for i in self.positions]
         return *addresses_of(weights), versions_of(weights)
 
     def bound(self, region: str) -> list[torch.Tensor]:

@@ -1,0 +1,79 @@
+"""One graph of several models, such as the blocks of a network: a runner for each one's weights."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+from npu_iree.runner import Runner
+
+_MOST_MODELS = 256  # whose weights are bound at once; the one that ran longest ago goes
+
+
+def for_each_model(runner: Runner) -> Runner | SharedGraph:
+    """Give what runs a graph for each model that has it: a runner for the weights of each."""
+    position = runner.first_weight
+    return runner if position is None else SharedGraph(runner, position)
+
+
+class SharedGraph:
+    """Runs a graph by the runner that has bound the weights of the call.
+
+    Dynamo compiles modules of one class once (`for block in model: block.compile()`), and passes
+    their weights. A model is known by its first weight: as long as that tensor is there, what is
+    bound for it stays; when it is gone, its runner is for the next that comes.
+
+    Attributes:
+        plan: what is run.
+    """
+
+    def __init__(self, runner: Runner, position: int) -> None:
+        """Begin with one runner.
+
+        Args:
+            runner: what has been loaded; others are like it.
+            position: of the argument that is the first weight.
+        """
+        self._spare: list[Runner] = [runner]
+        self._first = runner
+        self._position = position
+        self._models: OrderedDict[int, tuple[weakref.ref[Any], Runner]] = OrderedDict()
+        self._lock = threading.RLock()  # a tensor may go while it is held
+        self._last: tuple[weakref.ref[Any] | None, Runner] = None, runner
+        self.plan = runner.plan
+
+    def __call__(self, *args: Any) -> list[Any]:
+        """Run the graph once, as `Runner` does."""
+        return self.run([*args])
+
+    def run(self, args: list[Any]) -> list[Any]:
+        """Run the graph once; takes the arguments out of the list."""
+        model, runner = self._last
+        if model is None or model() is not args[self._position]:
+            runner = self._find(args[self._position])
+        return runner.run(args)
+
+    def _find(self, weight: Any) -> Runner:
+        key = id(weight)
+        with self._lock:
+            model, runner = self._models.get(key, (None, None))
+            if model is None or runner is None or model() is not weight:
+                if len(self._models) == _MOST_MODELS:
+                    self._spare.append(self._models.popitem(last=False)[1][1])
+                runner = self._spare.pop() if self._spare else self._first.again()
+                model = weakref.ref(weight, functools.partial(self._forget, key))
+                self._models[key] = model, runner
+            self._models.move_to_end(key)
+            self._last = model, runner
+            return runner
+
+    def _forget(self, key: int, gone: weakref.ref[Any]) -> None:
+        """Let the runner of a model that is gone be the next one's; one is enough."""
+        with self._lock:
+            model, runner = self._models.get(key, (None, None))
+            if model is gone and runner is not None:
+                del self._models[key]
+                self._spare[:] = [runner]
