@@ -132,8 +132,10 @@ def _levels(
     for node in reversed(nodes):
         # What is made from nothing goes to where it is first needed. So does a view of an argument
         # that the device alone reads: alone on its level, the host would be asked to make it.
-        is_read_on_device = all(side[c][0] == DEVICE for c in children[node])
-        if children[node] and (node in constant or (node in views and is_read_on_device)):
+        is_moved = node in constant or (
+            node in views and all(side[c][0] == DEVICE for c in children[node])
+        )
+        if is_moved and children[node]:
             levels[node] = min(levels[c] - (side[c] != side[node]) for c in children[node])
     return levels
 

@@ -59,21 +59,20 @@ class SharedGraph:
     def _find(self, weight: Any) -> Runner:
         key = id(weight)
         with self._lock:
-            model, runner = self._models.get(key, (None, None))
-            if model is None or runner is None or model() is not weight:
+            found = self._models.get(key)
+            if found is None or found[0]() is not weight:
                 if len(self._models) == _MOST_MODELS:
                     self._spare.append(self._models.popitem(last=False)[1][1])
                 runner = self._spare.pop() if self._spare else self._first.again()
                 model = weakref.ref(weight, functools.partial(self._forget, key))
-                self._models[key] = model, runner
+                found = self._models[key] = model, runner
             self._models.move_to_end(key)
-            self._last = model, runner
-            return runner
+            self._last = found
+            return found[1]
 
     def _forget(self, key: int, gone: weakref.ref[Any]) -> None:
         """Let the runner of a model that is gone be the next one's; one is enough."""
         with self._lock:
-            model, runner = self._models.get(key, (None, None))
-            if model is gone and runner is not None:
-                del self._models[key]
-                self._spare[:] = [runner]
+            found = self._models.get(key)
+            if found is not None and found[0] is gone:
+                self._spare[:] = [self._models.pop(key)[1]]

@@ -25,9 +25,8 @@ def add(x: torch.Tensor, y: torch.Tensor | Number, *, alpha: Number = 1) -> Any:
     is_flag = y.dtype is torch.bool if isinstance(y, torch.Tensor) else isinstance(y, bool)
     if x.dtype is not torch.bool or not is_flag:
         return _UNCHANGED
-    if not isinstance(y, torch.Tensor):
-        y = torch.full((), y, dtype=torch.bool, device=x.device)
-    return torch.logical_or(x, y if alpha else torch.zeros_like(y))
+    flag = y if isinstance(y, torch.Tensor) else _like(x, y)
+    return torch.logical_or(x, flag if alpha else torch.zeros_like(flag))
 
 
 def maximum(a: torch.Tensor, b: torch.Tensor) -> Any:

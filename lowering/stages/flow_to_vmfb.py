@@ -49,7 +49,7 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
 
     with IreeSession(options) as session:
         module = session.parse(flow_asm)
-        bound, begin = None, "flow"
+        bound, begin = None, "executable-targets"
         if options.is_for_cpu:
             with session.context:
                 write_erf(module)
@@ -57,26 +57,8 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
             with session.context:
                 bound = add_bind_functions(module)
         output = Output.open_membuffer()
-        if options.is_for_cpu:
-            session.compile(module, begin=begin, end="executable-configurations")
-            begin = "executable-configurations"
-            _check_numbers(module)
-        if DATA_TILING in options.flags:
-            features = session.features
-            with session.context:
-                block_convolutions(module, features)
-                pack_whole_tiles(module)
-            session.compile(module, begin=begin, end="executable-targets")
-            with session.context:
-                multiply_tiles(module, features)
-                read_ahead(module, features)
-                read_rows_ahead(module, features)
-                lend_memory(module)
-            begin = "executable-targets"
+        _write_code(session, module, options)
         if bound is not None:
-            if begin != "executable-targets":
-                session.compile(module, begin=begin, end="executable-targets")
-                begin = "executable-targets"
             with session.context:
                 names = itertools.chain.from_iterable(options.parameters.values())
                 replace_probe(module, bound, names)
@@ -86,6 +68,26 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
                 allow_swaps(module)
         session.compile(module, begin=begin).output_vm_bytecode(output)
         return bytes(output.map_memory())
+
+
+def _write_code(session: IreeSession, module: Any, options: CompileOptions) -> None:
+    """Bring a module from flow to the code of its device programs, in place."""
+    is_tiled = DATA_TILING in options.flags
+    session.compile(module, begin="flow", end="executable-configurations")
+    if options.is_for_cpu:
+        _check_numbers(module)
+    if is_tiled:
+        features = session.features
+        with session.context:
+            block_convolutions(module, features)
+            pack_whole_tiles(module)
+    session.compile(module, begin="executable-configurations", end="executable-targets")
+    if is_tiled:
+        with session.context:
+            multiply_tiles(module, features)
+            read_ahead(module, features)
+            read_rows_ahead(module, features)
+            lend_memory(module)
 
 
 def _check_numbers(module: Any) -> None:

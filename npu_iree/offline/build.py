@@ -150,7 +150,8 @@ def _check_replaced(artifact: Path, beside: Path, tensors: Mapping[str, torch.Te
         return
     with contextlib.suppress(ArtifactError):  # the artifact is not there, or has others
         manifest = read_manifest(artifact)
-        if manifest.parameter_file == beside.name and Parameters.beside(artifact, manifest):
+        if manifest.parameter_file == beside.name:
+            Parameters.beside(artifact, manifest)
             return
     with contextlib.suppress(ArtifactError):
         if holds(beside, tensors):

@@ -228,7 +228,7 @@ def _read_irpa(path: Path, data: mmap.mmap) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     base, following = 0, 1
     while following:
-        base_range = _within(path, (base, len(data)), 0, _ARCHIVE.size)
+        _within(path, (base, len(data)), 0, _ARCHIVE.size)
         magic, major, minor, size, following, _, count, *ranges = _ARCHIVE.unpack_from(data, base)
         if (magic, major, minor, size) != (_MAGIC, 0, 0, _ARCHIVE.size):
             raise ArtifactError(path, "it is no IREE parameter archive, or of another version")
@@ -238,7 +238,7 @@ def _read_irpa(path: Path, data: mmap.mmap) -> dict[str, Stored]:
             if name in found:
                 raise ArtifactError(path, f"it holds {name} twice")
             found[name] = stored
-        base = base_range[0] + following
+        base += following
     return found
 
 
@@ -254,7 +254,8 @@ def _read_entries(
     for _ in range(count):
         _within(path, (at, end), 0, _ENTRY.size)
         size, kind, _, *ranges, _ = _ENTRY.unpack_from(data, at)
-        _within(path, (at, end), 0, max(size, _ENTRY.size))
+        size = max(size, _ENTRY.size)
+        _within(path, (at, end), 0, size)
         begin, stop = _within(path, names, *ranges[:2])
         name = data[begin:stop].decode()
         if kind == _DATA:
@@ -263,7 +264,7 @@ def _read_entries(
             yield name, Stored(None, None, stop - begin, begin)
         elif kind != _SKIPPED:
             raise ArtifactError(path, f"the bytes of {name} are not in the file")
-        at += -(-max(size, _ENTRY.size) // _ENTRY_ALIGNMENT) * _ENTRY_ALIGNMENT
+        at += -(-size // _ENTRY_ALIGNMENT) * _ENTRY_ALIGNMENT
 
 
 def _within(path: Path, outer: tuple[int, int], offset: int, length: int) -> tuple[int, int]:

@@ -84,10 +84,16 @@ def size_of(value: Any, dim: int) -> Any:
     """Give the size of a tensor's dimension at the insertion point."""
     from iree.compiler import ir
 
-    index = ir.IndexType.get()
-    number = ir.Operation.create(
-        "arith.constant", results=[index], attributes={"value": ir.IntegerAttr.get(index, dim)}
-    )
     return ir.Operation.create(
-        "tensor.dim", results=[index], operands=[value, number.result]
+        "tensor.dim", results=[ir.IndexType.get()], operands=[value, index_of(dim)]
+    ).result
+
+
+def index_of(number: int) -> Any:
+    """Give a number as an index at the insertion point."""
+    from iree.compiler import ir
+
+    index = ir.IndexType.get()
+    return ir.Operation.create(
+        "arith.constant", results=[index], attributes={"value": ir.IntegerAttr.get(index, number)}
     ).result

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from lowering.stages.ir.barrier import size_of
+from lowering.stages.ir.barrier import index_of, size_of
 from lowering.stages.ir.structured import is_of_nothing
 from lowering.stages.ir.symbols import maker_of, origin_of
 
@@ -119,13 +119,5 @@ def _sum(a: Any, b: Any) -> Any:
 
     if isinstance(a, int) and isinstance(b, int):
         return a + b
-    index = ir.IndexType.get()
-    values = [
-        ir.Operation.create(
-            "arith.constant", results=[index], attributes={"value": ir.IntegerAttr.get(index, v)}
-        ).result
-        if isinstance(v, int)
-        else v
-        for v in (a, b)
-    ]
-    return ir.Operation.create("arith.addi", results=[index], operands=values).result
+    values = [index_of(v) if isinstance(v, int) else v for v in (a, b)]
+    return ir.Operation.create("arith.addi", results=[ir.IndexType.get()], operands=values).result
