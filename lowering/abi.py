@@ -10,6 +10,9 @@ from functools import cached_property
 
 ENTRY = "main"
 PARAMETER_SCOPE = "model"
+# What IREE's runtime passes to a device program of a CPU at most; it loads none that takes more.
+MOST_TENSORS = 32
+MOST_WORDS = 64  # of 32 bits, for sizes and numbers
 
 
 def parameter_name(index: int) -> str:

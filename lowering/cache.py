@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ _DIGEST = "[0-9a-f]" * 16  # as a pattern: how a name of ours begins
 _HALF_WRITTEN = f"artifacts/.{_DIGEST}*"
 _OURS = (f"artifacts/*{SUFFIX}", _HALF_WRITTEN, f"failures/{_DIGEST}", f"locks/{_DIGEST}*.lock")
 _ABANDONED_S = 3600
+_UNTOLD_S = 60.0  # how long another process is waited for without a word
 _EXPANSION = 200  # what text of a compiler's compresses by stays far below this
 
 
@@ -160,7 +161,7 @@ class ArtifactCache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(path)
-            lock.acquire(cancel_check=cancelled.is_set if cancelled else None)
+            self._wait_for(lock, cancelled.is_set if cancelled else lambda: False)
         except Timeout as error:
             raise CancelledError from error
         except OSError as error:
@@ -176,6 +177,24 @@ class ArtifactCache:
             with contextlib.suppress(OSError):
                 path.unlink()
             lock.release()
+
+    def _wait_for(self, lock: FileLock, is_cancelled: Callable[[], bool]) -> None:
+        """Take a lock; after a while, say what is waited for.
+
+        Raises:
+            Timeout: nobody waits any more.
+        """
+        try:
+            lock.acquire(timeout=_UNTOLD_S, cancel_check=is_cancelled)
+        except Timeout:
+            if not is_cancelled():
+                log.warning(
+                    "another process has been compiling the same region for %d s, and is waited "
+                    "for; if none is at work, one that is stopped holds %s",
+                    _UNTOLD_S,
+                    lock.lock_file,
+                )
+            lock.acquire(cancel_check=is_cancelled)
 
     def _remove_half_written(self, key: CacheKey) -> None:
         """Remove what a killed process left of an entry: only the holder of its lock writes it."""

@@ -6,6 +6,7 @@ import itertools
 import re
 from typing import Any
 
+from lowering.abi import MOST_WORDS
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.code.block_convolutions import block_convolutions
 from lowering.stages.code.give_access import allow_swaps, replace_probe
@@ -18,8 +19,6 @@ from lowering.stages.code.write_erf import write_erf
 from lowering.stages.flow.bind_functions import add_bind_functions
 from lowering.stages.ir.dispatch_work import walk
 from lowering.stages.iree_session import DATA_TILING, IreeSession
-
-_MOST_NUMBERS = 64  # words of 32 bits that a device program takes, in IREE's runtime
 
 
 def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
@@ -99,10 +98,10 @@ def _check_numbers(module: Any) -> None:
     for op in walk(module):
         if op.name == "hal.executable.export":
             found = re.search(r"constants = (\d+)", str(op.attributes["layout"]))
-            if found and int(found[1]) > _MOST_NUMBERS:
+            if found and int(found[1]) > MOST_WORDS:
                 raise RuntimeError(
                     f"a device program would take {found[1]} words of sizes and numbers; IREE's "
-                    f"runtime loads none with more than {_MOST_NUMBERS}"
+                    f"runtime loads none with more than {MOST_WORDS}"
                 )
 
 

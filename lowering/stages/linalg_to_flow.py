@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lowering.abi import PARAMETER_SCOPE
+from lowering.abi import MOST_TENSORS, MOST_WORDS, PARAMETER_SCOPE
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.call_kernels import link_kernels
 from lowering.stages.flow.keep_rounding import keep_rounding
@@ -31,16 +31,19 @@ from lowering.stages.linalg.put_channels_last import put_channels_last
 from lowering.stages.linalg.read_chosen import read_chosen
 from lowering.stages.linalg.read_in_panels import read_in_panels
 from lowering.stages.linalg.separate_broadcasts import separate_broadcasts
+from lowering.stages.linalg.separate_chains import separate_chains
 from lowering.stages.linalg.separate_concats import separate_concats
 from lowering.stages.linalg.separate_merges import separate_merges
 from lowering.stages.linalg.separate_pieces import separate_pieces
 from lowering.stages.linalg.separate_reads import separate_reads
-from lowering.stages.linalg.separate_scalars import MOST_BINDINGS, separate_scalars
+from lowering.stages.linalg.separate_scalars import separate_scalars
 from lowering.stages.linalg.separate_slices import separate_slices
 from lowering.stages.linalg.separate_writes import separate_writes
 from lowering.stages.linalg.sort_nans import sort_nans
 from lowering.stages.linalg.transpose_last import transpose_last
 from lowering.stages.linalg.widen_masks import widen_masks
+
+_WIDE = ("index", "i64", "f64")
 
 
 def linalg_to_flow(linalg_asm: str, options: CompileOptions) -> str:
@@ -61,9 +64,33 @@ def linalg_to_flow(linalg_asm: str, options: CompileOptions) -> str:
     Source: `iree-compile --compile-to=flow`; `#flow.parameter.named` and `util.global`.
     """
     with IreeSession(options) as session:
-        module = session.parse(linalg_asm)
-        form_dispatches(session, module, options)
+        module = dispatches_of(session, linalg_asm, options)
         return str(module.operation.get_asm())
+
+
+def dispatches_of(session: IreeSession, linalg_asm: str, options: CompileOptions) -> Any:
+    """Parse a module in linalg, and bring it to flow; chains that are too long for it are cut.
+
+    Raises:
+        RuntimeError: the compiler refused the module; the text is what it said.
+    """
+    module = session.parse(linalg_asm)
+    form_dispatches(session, module, options)
+    if not options.is_for_cpu:
+        return module
+    if any(t > MOST_TENSORS or words > MOST_WORDS for t, words in _operands(module)):
+        module = session.parse(linalg_asm)
+        with session.context:
+            for function in _entry_points(module):
+                separate_chains(function)
+        form_dispatches(session, module, options)
+    tensors = max((tensors for tensors, _ in _operands(module)), default=0)
+    if tensors > MOST_TENSORS:  # of the words, the compiler may know more than is seen here
+        raise RuntimeError(
+            f"a device program would take {tensors} tensors; IREE's runtime loads none with more "
+            f"than {MOST_TENSORS}"
+        )
+    return module
 
 
 def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) -> None:
@@ -87,7 +114,6 @@ def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) 
             join_rows(module, session.features)
             sum_products(module)
             keep_rounding(module)
-            _check_bindings(module)
 
 
 def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
@@ -130,21 +156,14 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 read_in_panels(function, features)
 
 
-def _check_bindings(module: Any) -> None:
-    """Refuse what IREE's runtime would not load.
-
-    Raises:
-        RuntimeError: a device program takes too many tensors.
-    """
+def _operands(module: Any) -> Iterator[tuple[int, int]]:
+    """Count what each device program takes: tensors, and words of sizes and numbers."""
     for op in itertools.chain.from_iterable(map(walk, inside(module, "util.func"))):
         if op.name == "flow.dispatch":
-            taken = sum("tensor<" in str(operand.type) for operand in op.operands)
-            count = taken + len(made_by(op))
-            if count > MOST_BINDINGS:
-                raise RuntimeError(
-                    f"a device program would take {count} tensors; IREE's runtime "
-                    f"loads none with more than {MOST_BINDINGS}"
-                )
+            kinds = [str(operand.type) for operand in op.operands]
+            tensors = sum("tensor<" in kind for kind in kinds)
+            words = sum(2 if kind in _WIDE else 1 for kind in kinds if "tensor<" not in kind)
+            yield tensors + len(made_by(op)), words
 
 
 def _entry_points(module: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from lowering.stages import CompileOptions, Stage
 from lowering.stages.ir.dispatch_work import bytes_moved, flops, walk
 from lowering.stages.ir.symbols import symbol_of
 from lowering.stages.iree_session import IreeSession
-from lowering.stages.linalg_to_flow import form_dispatches
+from lowering.stages.linalg_to_flow import dispatches_of
 from lowering.stages.torch_to_linalg import lowered_to_linalg
 
 NODE_FILE = "node/"  # begins the "file" of a node's location; the position of its graph follows
@@ -55,8 +55,7 @@ def torch_to_dispatches(torch_asm: str, options: CompileOptions) -> str:
 
     linalg_asm = lowered_to_linalg(torch_asm, options, with_locations=True)
     with IreeSession(options) as session:
-        module = session.parse(linalg_asm)
-        form_dispatches(session, module, options)
+        module = dispatches_of(session, linalg_asm, options)
         session.compile(module, begin="flow", end="executable-sources")
         with session.context:
             PassManager.parse(_GENERALIZE).run(module.operation)

@@ -70,7 +70,12 @@ def ops(
         raise OptionError(f"no operator matches --filter {filter_.pattern!r}")
     on_npu = device == "npu"  # there, cases share kernels: the cache stays on
     judged_by = functools.partial(judge_eager if on_npu else judge, target=target)
-    found = run_cases(todo, judged_by, jobs=jobs, limit_s=limit, journal=journal, cached=on_npu)
+    judged_as = {"of": "operators", "target": target, "device": device, "samples": samples}
+    judged_as |= {"gradients": "none" if forward_only else "f32"}
+    found = run_cases(
+        todo, judged_by, jobs=jobs, limit_s=limit, journal=journal, judged_as=judged_as,
+        cached=on_npu,
+    )  # fmt: skip
     _conclude(_watched("operators", len(todo), found), target, json_, junit)
 
 
@@ -97,8 +102,11 @@ def programs(
     _check(target, device)
     todo = [draw_program(s) for s in range(seed, seed + count)]
     judged_by = functools.partial(judge_program, target=target, device=device, dynamic=dynamic)
-    cached = device == "npu"
-    found = run_cases(todo, judged_by, jobs=jobs, limit_s=limit, journal=journal, cached=cached)
+    judged_as = {"of": "programs", "target": target, "device": device, "dynamic": dynamic}
+    found = run_cases(
+        todo, judged_by, jobs=jobs, limit_s=limit, journal=journal, judged_as=judged_as,
+        cached=device == "npu",
+    )  # fmt: skip
     _conclude(_watched("programs", len(todo), found), target, json_, junit)
 
 

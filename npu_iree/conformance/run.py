@@ -6,16 +6,19 @@ import functools
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from npu_iree.conformance.observe import Tried
 from npu_iree.conformance.pool import Died, Progress, run_all
 from npu_iree.conformance.verdict import Verdict
+from npu_iree.errors import OptionError
 from npu_iree.settings import turn_cache_off
 
+_JUDGED_AS = "judged as"
 _Tried = TypeVar("_Tried", bound=Tried)
 
 
@@ -26,6 +29,7 @@ def run_cases(
     jobs: int,
     limit_s: float,
     journal: Path | None = None,
+    judged_as: Mapping[str, object] = MappingProxyType({}),
     cached: bool = False,
 ) -> Iterator[Verdict]:
     """Try cases, and give each verdict as it comes, those of the journal first.
@@ -36,8 +40,14 @@ def run_cases(
         jobs: how many processes.
         limit_s: seconds that a case may take before its process is killed: a hang.
         journal: a file that takes each verdict at once; those in it are not tried again.
+        judged_as: the target and all else that decides verdicts; a journal is of one such run.
         cached: whether compiled code is taken from the cache, and kept there.
+
+    Raises:
+        OptionError: the journal is of another run.
     """
+    if journal is not None:
+        _begin(journal, judged_as)
     known = read_journal(journal)
     yield from (known[case.key] for case in cases if case.key in known)
     todo = [case for case in cases if case.key not in known]
@@ -45,16 +55,32 @@ def run_cases(
     for case, answer in run_all(function, todo, workers=jobs, limit_s=limit_s):
         verdict = _died(case, answer) if isinstance(answer, Died) else answer
         if journal is not None:
-            _append(journal, verdict)
+            _append(journal, asdict(verdict))
         yield verdict
 
 
-def _append(journal: Path, verdict: Verdict) -> None:
+def _begin(journal: Path, judged_as: Mapping[str, object]) -> None:
+    """Write the journal's first line, or see that it is of a run like this one."""
+    lines = journal.read_text().splitlines() if journal.exists() else []
+    if not lines:
+        _append(journal, {_JUDGED_AS: dict(judged_as)})
+        return
+    try:
+        before = dict(json.loads(lines[0])[_JUDGED_AS])
+    except (ValueError, TypeError, KeyError) as error:
+        raise OptionError(f"{journal} is no journal: its first line says of no run") from error
+    if before != judged_as:
+        names = sorted(n for n in {**before, **judged_as} if before.get(n) != judged_as.get(n))
+        differ = ", ".join(f"{n} {before.get(n)}, not {judged_as.get(n)}" for n in names)
+        raise OptionError(f"{journal} is of another run ({differ}); take another file")
+
+
+def _append(journal: Path, line: Mapping[str, object]) -> None:
     """Add a line; half a line before it, of a run that was killed, is ended first."""
     with journal.open("a+b") as lines:
         if lines.tell() and (lines.seek(-1, 2), lines.read(1))[1] != b"\n":
             lines.write(b"\n")
-        lines.write(json.dumps(asdict(verdict)).encode() + b"\n")
+        lines.write(json.dumps(line).encode() + b"\n")
 
 
 def read_journal(journal: Path | None) -> dict[str, Verdict]:

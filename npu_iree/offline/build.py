@@ -128,7 +128,7 @@ def write_artifact(
             builder = replace(builder, toolchain=replace(builder.toolchain, flags=flags))
             made = compile_exports(exports, builder, driver=options.driver)
             made = _without_flags(made, _import_flags(file))
-            _check_embedded(made.manifest)
+            _check_embedded(made.manifest, tensors)
     else:
         name = beside.name if tensors else ""
         if name:
@@ -202,15 +202,23 @@ def write_stage(
     write_files(Path(path), product, "", {})
 
 
-def _check_embedded(manifest: Manifest) -> None:
-    """Refuse to embed what is no constant of the module: calls change it, or hand it out."""
+def _check_embedded(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse to embed what is no constant of the module: calls change it, or hand it out.
+
+    IREE reads complex parameters when the module is loaded, even if it is told to import them.
+    """
     outputs = [source for call in manifest.entries.values() for source in call.outputs]
     returned = {source.name for source in outputs if source.kind == "parameter"}
-    if names := sorted({*manifest.states, *returned}):
-        raise ExportError(
-            f"{', '.join(names)} cannot be embedded: calls write to it or return it. Keep the "
-            "parameters in a file beside the artifact (--params split)"
-        )
+    reasons = {
+        "calls write to it or return it": {*manifest.states, *returned},
+        "it is complex": {name for name, tensor in tensors.items() if tensor.is_complex()},
+    }
+    for reason, names in reasons.items():
+        if names:
+            raise ExportError(
+                f"{', '.join(sorted(names))} cannot be embedded: {reason}. Keep the parameters in "
+                "a file beside the artifact (--params split)"
+            )
 
 
 def _import_flags(file: Path) -> Sequence[str]:

@@ -21,8 +21,9 @@ from npu_iree.conformance import cases, judge, report
 from npu_iree.conformance.cases import Case
 from npu_iree.conformance.observe import COMPARED_BY
 from npu_iree.conformance.pool import Died, Progress, run_all
-from npu_iree.conformance.run import read_journal
+from npu_iree.conformance.run import read_journal, run_cases
 from npu_iree.conformance.verdict import Verdict
+from npu_iree.errors import OptionError
 
 COMMAND = (str(Path(sys.executable).parent / "npu-iree"), "conformance")
 RIGHT = "^(add|mm|nn.functional.relu|median|cumsum)$"
@@ -51,14 +52,37 @@ def test_right_operators_pass_and_say_where_they_ran(tmp_path: Path) -> None:
 @pytest.mark.sweep
 def test_a_stopped_run_goes_on_and_a_wrong_operator_fails_it(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
+    command = (*COMMAND, "ops", "--samples", "1", "--journal", str(journal))
+    assert run(*command, "--filter", "^add$").returncode == 0
     planted = {"key": "add[f32]", "outcome": "wrong", "detail": "planted"}
-    journal.write_text(json.dumps(planted) + "\n" + '{"key": "mm[f3')
-    done = run(
-        *COMMAND, "ops", "--filter", "^(add|mm)$", "--samples", "1", "--journal", str(journal)
-    )
+    with journal.open("a") as lines:
+        lines.write(json.dumps(planted) + "\n" + '{"key": "mm[f3')
+    done = run(*command, "--filter", "^(add|mm)$")
     assert done.returncode == 1
     assert "wrong: add[f32]: planted" in done.stdout
     assert read_journal(journal)["mm[f32]"].outcome == "device"
+
+
+def nothing(case: Any, progress: Any) -> Verdict:
+    return Verdict(case.key, "device")
+
+
+def test_a_journal_is_of_one_run(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    case = Case("mm", 0, "f32", samples=1, backward=False)
+
+    def go_on(target: str) -> list[Verdict]:
+        judged_as = {"target": target}
+        found = run_cases([case], nothing, jobs=1, limit_s=60, journal=journal, judged_as=judged_as)
+        return list(found)
+
+    assert go_on("npu-local") == go_on("npu-local") == [Verdict("mm[f32]", "device")]
+    with pytest.raises(OptionError, match="target npu-local, not cuda"):
+        go_on("cuda")
+    journal.write_text("a,b\n")
+    with pytest.raises(OptionError, match="is no journal"):
+        go_on("npu-local")
+    assert journal.read_text() == "a,b\n"
 
 
 def test_a_dtype_that_is_none_is_one_clear_line() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import npu_iree
+from lowering.errors import ExportError
 from models.small import Net, SmallModel, Tied, compiled, seeded
 from npu_iree.offline.build import BuildOptions
 from tolerances import assert_same
@@ -281,6 +282,22 @@ def test_embedded_parameters_are_in_the_file(tmp_path: Path, tuned: Net) -> None
     assert_same(npu_iree.load(path)(x), Net()(x))
     with pytest.raises(npu_iree.ArtifactError, match="compiled in"):
         npu_iree.load(path, params=tuned.state_dict())
+
+
+class Turned(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("turn", torch.polar(torch.ones(4), torch.arange(4.0)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(self.turn * x)
+
+
+def test_complex_parameters_are_not_embedded(tmp_path: Path) -> None:
+    model = SmallModel(Turned(), (torch.ones(2, 4),))
+    with pytest.raises(ExportError, match=r"turn cannot be embedded.*complex"):
+        compiled({"main": model}, tmp_path / "net.vmfb", BuildOptions(params="embed"))
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_is_written_has_the_permissions_of_any_file(net: Path, tmp_path: Path) -> None:

@@ -458,6 +458,26 @@ def test_a_lock_is_for_one_key_and_one_holder_at_a_time(tmp_path: Path) -> None:
     assert litter(tmp_path) == []
 
 
+def test_who_waits_long_for_a_lock_is_told_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowering.cache._UNTOLD_S", 0.1)
+    cache, has, told = ArtifactCache(tmp_path), threading.Event(), threading.Event()
+    monkeypatch.setattr("lowering.cache.log.warning", lambda *_: told.set())
+
+    def take() -> None:
+        with cache.lock(KEY):
+            has.set()
+
+    thread = threading.Thread(target=take)
+    with cache.lock(KEY):
+        thread.start()
+        assert told.wait(10)
+        assert not has.is_set()
+    thread.join(10)
+    assert has.is_set()
+
+
 def test_an_error_gives_the_lock_back(tmp_path: Path) -> None:
     cache = ArtifactCache(tmp_path)
     with pytest.raises(KeyboardInterrupt), cache.lock(KEY):

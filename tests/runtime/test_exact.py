@@ -148,9 +148,7 @@ def test_maxima_of_windows_over_the_end_of_images_of_any_size(
     assert not counts["host_ops"]
 
 
-def test_a_program_of_more_sizes_than_the_runtime_takes_is_cut(
-    caplog: pytest.LogCaptureFixture, counts: Counter[str]
-) -> None:
+def test_a_program_of_more_sizes_than_the_runtime_takes_is_cut(counts: Counter[str]) -> None:
     def summed(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         for other in others:
             x = (x + other.size(0)) * 0.5
@@ -159,8 +157,7 @@ def test_a_program_of_more_sizes_than_the_runtime_takes_is_cut(
     inputs = [torch.randn(size) for size in range(4, 40)]
     fast = torch.compile(summed, backend="npu_iree", dynamic=True)
     assert_same(fast(*inputs), summed(*inputs))
-    assert "words of sizes and numbers" in caplog.text
-    assert not counts["host_ops"]
+    assert (counts["refused_flags"], counts["host_ops"], counts["regions"]) == (0, 0, 1)
 
 
 def test_images_of_bytes_are_divided_on_the_device(counts: Counter[str]) -> None:

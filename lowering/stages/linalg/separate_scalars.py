@@ -8,7 +8,6 @@ from typing import Any
 from lowering.stages.ir.barrier import behind_barrier
 from lowering.stages.ir.structured import inputs_of
 
-MOST_BINDINGS = 32  # of a device program, in IREE's runtime
 _MOST_VALUES = 24  # that the chains of one program read or make; each may be a binding
 
 

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lowering.abi import MOST_TENSORS
 from lowering.stages.flow.rows.graph import RowGraph, Source, Value
 from lowering.stages.flow.rows.multiply import can_multiply, count_blocks, write_product
 from lowering.stages.flow.rows.signature import arguments_of, kind_of, write_counts
@@ -19,7 +20,6 @@ from lowering.stages.ir.device_programs import (
 )
 from lowering.stages.ir.dispatch_work import flops, walk
 from lowering.stages.ir.templates import put
-from lowering.stages.linalg.separate_scalars import MOST_BINDINGS
 
 _MOST_NODES = 200  # of a program: it is written again for each of several vectors
 _PIPELINE = """attributes {translation_info = #iree_codegen.translation_info<
@@ -57,7 +57,7 @@ class RowProgram:
             lanes: numbers of a vector.
         """
         graph, count = self.graph, len(self.sources) + len(self.outputs)
-        is_small = count <= MOST_BINDINGS and len(graph.nodes) <= _MOST_NODES
+        is_small = count <= MOST_TENSORS and len(graph.nodes) <= _MOST_NODES
         if graph.products():
             return is_small and can_multiply(graph, self.outputs)
         are_long = graph.columns is None or graph.columns * 2 >= lanes
