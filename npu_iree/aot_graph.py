@@ -42,6 +42,8 @@ class AotGraph:
         names: what the user would call its inputs; may be left out.
         weights: positions of the inputs whose tensors keep their identity between calls.
         donated: the inputs that a call gives away.
+        returned: how many of its first results the user gets; None: all. The others are for the
+            backward pass.
     """
 
     options: Options
@@ -49,6 +51,7 @@ class AotGraph:
     names: Sequence[str] = ()
     weights: Sequence[int] = ()
     donated: Donated = NOTHING
+    returned: int | None = None
 
     def load(
         self,
@@ -89,7 +92,7 @@ class AotGraph:
                 runner = captured.eager()
         if captured.handles or captured.kept:
             every = None
-            runner = graphs.HandleRunner(runner, captured, written, views, donated)
+            runner = graphs.HandleRunner(runner, captured, written, views, donated, self.returned)
 
         def run(args: list[Any]) -> list[Any]:
             return list(runner(args))

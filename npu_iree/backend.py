@@ -185,6 +185,7 @@ def _compile_aot(
         names=source.names if is_same and len(source.names) == len(inputs) else (),
         weights=_bindable_weights(dense) if is_same and options.bind_weights else (),
         donated=donated,
+        returned=_count_returned(kind),
     )
     if is_precompiling():
         aliases = source.aliases() if kind != "backward" else None
@@ -193,6 +194,12 @@ def _compile_aot(
     if loaded.direct is not None and kind == "inference":
         source.inferred.append(loaded.direct)
     return loaded.run
+
+
+def _count_returned(kind: str) -> int | None:
+    """Return how many results of a graph outlive a step of training; None: all."""
+    found = metadata()
+    return None if kind == "inference" else found.num_forward if kind == "forward" and found else 0
 
 
 def _dense(inputs: Sequence[Any]) -> Iterator[Any]:

@@ -28,7 +28,9 @@ from npu_iree.frozen import (
 from npu_iree.timeline import NOW
 from npu_iree.transfers import Transfer, is_watched, record
 
-_LARGE_BYTES, _SMALL_BYTES = 1 << 20, 1 << 12  # of all results together, of one
+# Results of a call share a block of memory. Of all together, and of one: when the small ones get
+# memory of their own, since a loss that is kept would keep all activations.
+LARGE_BYTES, SMALL_BYTES = 1 << 20, 1 << 12
 
 
 @dataclass(frozen=True)
@@ -253,9 +255,8 @@ def land(
         overlapping(taken + own),
         "its memory is also that of an argument, a state or another result",
     )
-    # Results share a block of memory: a loss that is kept would keep all activations with it.
-    if len(tensors) > 1 and sum([t.nbytes for t in tensors]) > _LARGE_BYTES:
-        small = [i for _, _, i in own if 0 < tensors[i].nbytes <= _SMALL_BYTES]
+    if len(tensors) > 1 and sum([t.nbytes for t in tensors]) > LARGE_BYTES:
+        small = [i for _, _, i in own if 0 < tensors[i].nbytes <= SMALL_BYTES]
         apart |= dict.fromkeys(small, "it would keep the memory of larger results")
     for i, reason in apart.items():
         if is_watched():

@@ -17,7 +17,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from lowering.capture import CapturedGraph, attribute
 from lowering.nodes import view_root
 from lowering.region import memory_order
+from lowering.sizes import size_hint
 from npu_iree.array import DeviceArray
+from npu_iree.border import LARGE_BYTES, SMALL_BYTES
 from npu_iree.donation import Donated, refused
 from npu_iree.errors import OptionError
 from npu_iree.options import Options
@@ -153,6 +155,7 @@ class HandleRunner:
         written: Sequence[fx.Node],
         views: dict[int, View],
         donated: Donated,
+        returned: int | None,
     ) -> None:
         """Make one.
 
@@ -162,6 +165,7 @@ class HandleRunner:
             written: the inputs that it writes to.
             views: the results that are views of others.
             donated: the inputs that a call gives away.
+            returned: how many of the first results the user gets; None: all.
         """
         self._runner = runner
         self._donated = donated
@@ -176,6 +180,7 @@ class HandleRunner:
             else None
             for o in captured.outputs
         ]
+        self._apart = _apart(captured, len(written), returned)
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run the graph on arguments that are taken out of their list.
@@ -193,7 +198,10 @@ class HandleRunner:
         if donated.names:
             self._give_away(args)
         args.clear()
-        results = self._runner(given)
+        results = list(self._runner(given))
+        for i in self._apart if not given_away else ():
+            if isinstance(results[i], DeviceArray):  # else a host segment has made it
+                results[i] = copied(results[i])
         values = [_wrapped(r, o) for r, o in zip(results, self._outputs, strict=True)]
         if given_away:
             _mark_unread(values, results, given_away)
@@ -218,6 +226,20 @@ class HandleRunner:
                 raise refused(name, "it shares its memory with another argument of the call")
         for position, name in names.items():
             give_away(args[position], Donation(name, self._donated.function, place))
+
+
+def _apart(captured: CapturedGraph, writes: int, returned: int | None) -> Sequence[int]:
+    """Say which results of a call get memory of their own, since they outlive larger ones.
+
+    Such are losses, if they are kept, and running statistics until the next step.
+    """
+    values = [o.meta["val"] if o in captured.kept else None for o in captured.outputs]
+    sizes = [0 if v is None else v.element_size() * size_hint(v.numel()) for v in values]
+    if sum(sizes) <= LARGE_BYTES:
+        return ()
+    last = len(sizes) - writes
+    lasting = (*range(last)[:returned], *range(last, len(sizes)))
+    return [i for i in lasting if 0 < sizes[i] <= SMALL_BYTES]
 
 
 def _own(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray:

@@ -17,7 +17,7 @@ from iree.runtime import _binding as hal
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device
 from npu_iree.memory import ELEMENT_TYPES
-from npu_iree.timeline import NOW, Timepoint, Work, joined, new_fence, submitted
+from npu_iree.timeline import NOW, Timepoint, joined, new_fence, submitted
 from npu_iree.torch_device import account
 from npu_iree.torch_device.current import device
 from npu_iree.torch_device.donations import Donation
@@ -125,7 +125,7 @@ def copied(array: DeviceArray) -> DeviceArray:
     fence, ahead = joined([array.ready, target.start_point()])
     signal = new_fence(target.hal)
     target.hal.queue_copy(array._view.get_buffer(), buffer, fence, signal)
-    ready = submitted(Timepoint(signal, Work("a copy of what is donated"), ahead))
+    ready = submitted(Timepoint(signal, array.ready.work, ahead))
     target.track(ready, array.nbytes)
     return DeviceArray(target, view, array.shape, array.dtype, ready)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import npu_iree
+from npu_iree import torch_device
 
 NPU = "npu"
 PROGRAM = Path(__file__).parents[1] / "programs" / "npu_virtual.py"
@@ -188,3 +190,28 @@ def test_what_a_compiled_call_saves_of_its_inputs_is_counted_once() -> None:
         torch.npu.synchronize()
         held.append(torch.npu.memory_allocated())
     assert held[0] == held[1] == held[2]
+
+
+@pytest.mark.parametrize("with_loss", [False, True])
+def test_what_a_step_leaves_keeps_no_activations(with_loss: bool) -> None:
+    npu_iree.register_device()
+    layers = [nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3)]
+    net = nn.Sequential(*layers, nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten()).to(NPU)
+    x, kept = torch.randn(16, 3, 64, 64).to(NPU), []
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return net(x).square().mean()
+
+    compiled = torch.compile(loss if with_loss else net, backend="npu_iree")
+    target = torch_device.current.device()
+    for _ in range(3):
+        result = compiled(x)
+        result = result if with_loss else result.square().mean()
+        result.backward()
+        kept.append(result.detach())
+        del result
+        torch.npu.synchronize()
+        gc.collect()
+        assert target.blocks.lent_bytes == 0
+    assert int(net[1].num_batches_tracked) == 3
+    assert kept[0].item() == kept[2].item()
