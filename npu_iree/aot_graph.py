@@ -6,8 +6,8 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -23,6 +23,7 @@ from npu_iree.errors import NotCompiledError
 from npu_iree.executable import Executable
 from npu_iree.options import Options
 from npu_iree.report import CompileReport, tell
+from npu_iree.returned_views import ReturnedViews
 from npu_iree.runner import Runner
 from npu_iree.shared_graph import SharedGraph, for_each_model
 from npu_iree.toolchain import compiler_for
@@ -44,6 +45,8 @@ class AotGraph:
         donated: the inputs that a call gives away.
         returned: how many of its first results the user gets; None: all. The others are for the
             backward pass.
+        views: the results that are to be made as views of arguments: position of the result -> that
+            of the argument.
     """
 
     options: Options
@@ -52,6 +55,7 @@ class AotGraph:
     weights: Sequence[int] = ()
     donated: Donated = NOTHING
     returned: int | None = None
+    views: Mapping[int, int] = field(default_factory=dict)
 
     def load(
         self,
@@ -70,6 +74,7 @@ class AotGraph:
             NotCompiledError: it would have to be compiled, and may not be.
             NpuIreeError: all else that `compile_graph` raises.
         """
+        of_arguments = ReturnedViews.taken_out(graph_module, self.views)
         views = graphs.prepare(graph_module)
         captured = capture_aot(graph_module, self.weights, self.names, self.kind)
         written, captured = captured.written, graphs.placed(captured)
@@ -90,12 +95,19 @@ class AotGraph:
                     "a graph runs on PyTorch's CPU kernels, as compile='eager' says: %s", error
                 )
                 runner = captured.eager()
-        if captured.handles or captured.kept:
+        if captured.handles or captured.kept or of_arguments is not None:
             every = None
+        if captured.handles or captured.kept:
             runner = graphs.HandleRunner(runner, captured, written, views, donated, self.returned)
 
         def run(args: list[Any]) -> list[Any]:
-            return list(runner(args))
+            if of_arguments is None:
+                return list(runner(args))
+            made = of_arguments.make(*args)
+            results = list(runner(args))
+            for position, view in zip(of_arguments.positions, made, strict=True):
+                results[position] = view
+            return results
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return LoadedGraph(run, loaded, every)

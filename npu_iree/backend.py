@@ -23,6 +23,7 @@ from npu_iree.errors import NpuIreeError, OptionError
 from npu_iree.frozen import can_freeze
 from npu_iree.options import Options
 from npu_iree.precompiled import is_precompiling, precompiled
+from npu_iree.returned_views import views_of_arguments
 from npu_iree.runner import Runner
 from npu_iree.shared_graph import SharedGraph
 from npu_iree.torch_device import graphs
@@ -186,6 +187,7 @@ def _compile_aot(
         weights=_bindable_weights(dense) if is_same and options.bind_weights else (),
         donated=donated,
         returned=_count_returned(kind),
+        views=_views_of_arguments(kind, len(inputs)),
     )
     if is_precompiling():
         aliases = source.aliases() if kind != "backward" else None
@@ -200,6 +202,13 @@ def _count_returned(kind: str) -> int | None:
     """Return how many results of a graph outlive a step of training; None: all."""
     found = metadata()
     return None if kind == "inference" else found.num_forward if kind == "forward" and found else 0
+
+
+def _views_of_arguments(kind: str, count: int) -> Mapping[int, int]:
+    """Return which results are to be made as views of which arguments."""
+    found = metadata() if kind != "backward" else None
+    is_same = found is not None and len(found.input_info) == count  # none is made of several
+    return views_of_arguments(found) if is_same else {}
 
 
 def _dense(inputs: Sequence[Any]) -> Iterator[Any]:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._refs
 
 from lowering.decompositions import angles, doubles
 
@@ -172,11 +173,24 @@ def fmin(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def hypot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Decompose `aten.hypot` such that nothing large or small is squared."""
-    a, b = torch.abs(a), torch.abs(b)
+    dtype = torch.result_type(a, b)
+    a, b = torch.abs(a.to(dtype)), torch.abs(b.to(dtype))
     large, small = torch.maximum(a, b), torch.minimum(a, b)
     ratio = torch.where(large == 0, 0, small / large)
     is_infinite = (a == math.inf) | (b == math.inf)
     return torch.where(is_infinite, math.inf, large * torch.sqrt(1 + ratio * ratio))
+
+
+def addcmul(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, value: Any = 1) -> Any:
+    """Decompose `aten.addcmul` as PyTorch does; to add to integers, eager makes the value one.
+
+    PyTorch's own decomposition takes no float there.
+    """
+    is_whole = not (x.dtype.is_floating_point or x.dtype.is_complex)
+    if is_whole and isinstance(value, float):
+        are_whole = not (a.dtype.is_floating_point or b.dtype.is_floating_point)
+        return x + (int(value) if are_whole else value) * a * b
+    return torch._refs.addcmul(x, a, b, value=value)
 
 
 @_of_reals
@@ -228,6 +242,7 @@ def lerp(start: torch.Tensor, end: torch.Tensor, weight: Any) -> Any:
 DECOMPOSITIONS = {
     aten.acos.default: _if_f64(doubles.acos),
     aten.acosh.default: acosh,
+    aten.addcmul.default: addcmul,
     aten.angle.default: angle,
     aten.asin.default: _if_f64(doubles.asin),
     aten.asinh.default: asinh,

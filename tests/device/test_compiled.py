@@ -224,3 +224,27 @@ def test_a_view_of_an_argument_stays_on_the_device() -> None:
         result = fast(device_x, device_y)
     assert [t.nbytes for t in transfers.entries if t.kind == "d2h"] == [y.nbytes]
     torch.testing.assert_close(result.cpu(), scaled(x, y))
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_view_of_an_argument_lies_in_it_wherever_sizes_put_it(writes: bool) -> None:
+    def last(x: torch.Tensor) -> torch.Tensor:
+        if writes:
+            x.add_(1)
+        return x[x.shape[0] // 2 :]
+
+    npu_iree.register_device()
+    compiled = torch.compile(last, backend="npu_iree", dynamic=True)
+    for rows in (6, 9):
+        x = torch.arange(rows * 8.0).reshape(rows, 8)
+        base = x.to(NPU)
+        result = compiled(base[1:, 2:6])
+        expected = last(x[1:, 2:6])
+        assert (result.stride(), result.storage_offset()) == (
+            expected.stride(),
+            expected.storage_offset(),
+        )
+        torch.testing.assert_close(result.cpu(), expected)
+        result.zero_()
+        expected.zero_()
+        torch.testing.assert_close(base.cpu(), x)

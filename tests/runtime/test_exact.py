@@ -38,6 +38,15 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
         lambda x: (x + True, True + x, torch.add(x, True, alpha=False), x + TRUE, x + x, x + 1),
         (FLOATS > 0,),
     ),
+    "numbers that are no integers, to integers": (
+        lambda x, y: (
+            torch.addcmul(x, x, x, value=2.0),
+            torch.addcmul(x, x, x, value=0.5),
+            torch.addcmul(x, x, y, value=0.5),
+        ),
+        (WHOLE, FLOATS),
+    ),
+    "the length of numbers and truths": (torch.hypot, (SCALAR, FLOATS > 0)),
     "results that begin alike": (
         lambda x: (x * 3 + 1, torch.cat([x, x * 2]), torch.cat([x, x * 3]), torch.stack([x, -x])),
         (FLOATS,),
@@ -267,3 +276,11 @@ def test_variance_of_any_number_of_elements() -> None:
     for sizes in ((9, 4), (4, 2), (3, 7)):
         x = torch.randn(sizes)
         assert_same(fast(x), spreads(x))
+
+
+@pytest.mark.parametrize("op", [torch.max, torch.min])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int8])
+def test_nothing_has_no_largest(op: Callable[..., Any], dtype: torch.dtype) -> None:
+    fast = torch.compile(lambda x: op(x), backend="npu_iree")
+    with pytest.raises(RuntimeError, match="numel"):
+        fast(torch.zeros(3, 0, dtype=dtype))

@@ -1,0 +1,177 @@
+"""Results that are views of arguments: made of the arguments themselves, in each call.
+
+AOTAutograd makes such results outside of the graph, of the argument: by the views that it saw, or,
+where their places depend on sizes, at the place that the graph's result has in its own memory.
+Only PyTorch's kernels give that place; and of an argument that begins in the middle of its memory,
+or has gaps, it is the wrong one (PyTorch 2.13, with `aot_eager` too).
+Source: `gen_alias_from_base` in torch/_functorch/_aot_autograd/functional_utils.py.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.schemas import OutputType
+
+from lowering.nodes import VIEW_OPS, is_one_of, is_scalar
+
+aten = torch.ops.aten
+# What puts a view of a tensor back into it -> the view.
+_VIEW_OF: Mapping[Any, Callable[..., Any]] = {
+    aten.slice_scatter.default: aten.slice.Tensor,
+    aten.select_scatter.default: aten.select.int,
+    aten.diagonal_scatter.default: aten.diagonal.default,
+    aten.as_strided_scatter.default: aten.as_strided.default,
+}
+_RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+
+
+def views_of_arguments(found: Any) -> dict[int, int]:
+    """Find the results that AOTAutograd makes of arguments, and where, by what the graph returns.
+
+    Args:
+        found: what it has found out about the graph (`npu_iree.aot.metadata`).
+
+    Returns:
+        Position of the result -> that of the argument.
+    """
+    return {
+        found.num_mutated_inp_runtime_indices + i: info.base_idx
+        for i, info in enumerate(found.output_info)
+        if info.output_type is OutputType.alias_of_input and not _is_replayed(info)
+    }
+
+
+def _is_replayed(info: Any) -> bool:
+    views = info.view_meta_sequence
+    return views is not None and not any(view.has_symbolic_inputs for view in views.sequence)
+
+
+@dataclass(frozen=True)
+class ReturnedViews:
+    """The results of a graph that are views of its arguments.
+
+    Attributes:
+        positions: of these results.
+        make: makes them of all arguments.
+    """
+
+    positions: Sequence[int]
+    make: Callable[..., Sequence[torch.Tensor]]
+
+    @classmethod
+    def taken_out(
+        cls, graph_module: fx.GraphModule, aliases: Mapping[int, int]
+    ) -> ReturnedViews | None:
+        """Take the views out of the results of a graph, which are None there; None if none is.
+
+        Args:
+            graph_module: the graph, which is changed.
+            aliases: position of the result -> that of the argument that it is a view of.
+        """
+        output = graph_module.graph.output_node()
+        results = list(output.args[0])  # type: ignore[arg-type]
+        views, made = _Views(graph_module.graph), dict[int, fx.Node]()
+        for position in aliases:
+            node = results[position]
+            if isinstance(node, fx.Node) and (view := views.of(node)) is not None:
+                made[position], results[position] = view, None
+        if not made:
+            return None
+        output.args = (tuple(results),)
+        graph_module.recompile()
+        views.graph.output(tuple(made.values()))
+        return cls(tuple(made), fx.GraphModule(torch.nn.Module(), views.graph).forward)
+
+
+class _Views:
+    """Tensors of a graph as views of its inputs, in a graph of the same inputs.
+
+    Attributes:
+        graph: the views; it has no output yet.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = fx.Graph()
+        self._inputs = graph.find_nodes(op="placeholder")
+        self._found = {node: self.graph.placeholder(node.name) for node in self._inputs}
+        self._numbers = {
+            str(value): node
+            for node in reversed(graph.nodes)
+            if isinstance(value := node.meta.get("val"), torch.SymInt)
+        }
+        for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
+            target, value = copy.args[:2]
+            if target in self._found and isinstance(value, fx.Node):
+                self._found[value] = self._found[target]
+                self._look_into(value)
+
+    def of(self, node: fx.Node) -> fx.Node | None:
+        """Return a tensor as a view of an input, or of what is written to one; None if none."""
+        is_view = node.target is operator.getitem or is_one_of(node, VIEW_OPS)
+        if node not in self._found and is_view and isinstance(node.args[0], fx.Node):
+            base = self.of(node.args[0])
+            if base is None or any(self._number(n) is None for n in node.all_input_nodes[1:]):
+                return None
+            self._view(node, node.target, base, node.args[1:], node.kwargs)
+        return self._found.get(node)
+
+    def _look_into(self, node: fx.Node) -> None:
+        """Find what else is a part, or another order, of what is written to an input."""
+        whole, inner = self._found[node], node.args[0] if node.args else None
+        if node.target in _VIEW_OF:
+            inner = node.args[1]
+            if any(self._number(n) is None for n in node.all_input_nodes if n not in node.args[:2]):
+                return
+            self._view(inner, _VIEW_OF[node.target], whole, node.args[2:], node.kwargs)
+        elif node.target is aten.permute.default:
+            dims: Any = node.args[1]
+            order = [[d % len(dims) for d in dims].index(d) for d in range(len(dims))]
+            self._view(inner, node.target, whole, (order,))
+        elif node.target in (aten.t.default, aten.transpose.int):
+            self._view(inner, node.target, whole, node.args[1:])
+        elif node.target is aten.unsqueeze.default:
+            self._view(inner, aten.squeeze.dim, whole, node.args[1:])
+        elif node.target in _RESHAPES and isinstance(inner, fx.Node):
+            sizes = [self._size(size) for size in inner.meta["val"].shape]
+            if None in sizes:
+                return
+            self._view(inner, aten.view.default, whole, (sizes,))
+        else:
+            return
+        self._look_into(inner)  # type: ignore[arg-type]
+
+    def _view(
+        self, node: Any, target: Any, base: fx.Node, args: Any, kwargs: Mapping[str, Any] = {}
+    ) -> None:
+        mapped = fx.map_arg((args, dict(kwargs)), lambda n: self._found[n])
+        if node not in self._found:
+            self._found[node] = self.graph.call_function(target, (base, *mapped[0]), mapped[1])
+
+    def _size(self, size: int | torch.SymInt) -> int | fx.Node | None:
+        if isinstance(size, int):
+            return size
+        node = self._numbers.get(str(size))
+        return None if node is None or self._number(node) is None else node
+
+    def _number(self, node: fx.Node) -> fx.Node | None:
+        """Return a size in the graph of views; None if it depends on what is computed."""
+        if node not in self._found:
+            if not is_scalar(node):
+                return None
+            known = self._numbers.get(str(node.meta["val"]), node)
+            if known is not node:
+                found = self._number(known)
+            elif all(self._number(n) is not None for n in node.all_input_nodes):
+                found = self.graph.node_copy(node, lambda n: self._found[n])
+            else:
+                found = None
+            if found is None:
+                return None
+            self._found[node] = found
+        return self._found[node]
