@@ -74,8 +74,10 @@ class AotGraph:
             NotCompiledError: it would have to be compiled, and may not be.
             NpuIreeError: all else that `compile_graph` raises.
         """
-        of_arguments = ReturnedViews.taken_out(graph_module, self.views)
-        views = graphs.prepare(graph_module)
+        is_on_npu = graphs.is_any_on_npu(graph_module)
+        views = ReturnedViews.taken_out(graph_module, self.views, of_results=is_on_npu)
+        if is_on_npu:
+            graphs.make_device_free(graph_module)
         captured = capture_aot(graph_module, self.weights, self.names, self.kind)
         written, captured = captured.written, graphs.placed(captured)
         donated = self.donated
@@ -95,18 +97,19 @@ class AotGraph:
                     "a graph runs on PyTorch's CPU kernels, as compile='eager' says: %s", error
                 )
                 runner = captured.eager()
-        if captured.handles or captured.kept or of_arguments is not None:
+        if captured.handles or captured.kept or views is not None:
             every = None
         if captured.handles or captured.kept:
-            runner = graphs.HandleRunner(runner, captured, written, views, donated, self.returned)
+            runner = graphs.HandleRunner(runner, captured, written, donated, self.returned)
 
         def run(args: list[Any]) -> list[Any]:
-            if of_arguments is None:
+            if views is None:
                 return list(runner(args))
-            made = of_arguments.make(*args)
+            read = [args[i] for i in views.arguments]
             results = list(runner(args))
-            for position, view in zip(of_arguments.positions, made, strict=True):
-                results[position] = view
+            made = views.make(*read, *[results[i] for i in views.bases])
+            for i, view in zip(views.positions, made, strict=True):
+                results[i] = view
             return results
 
         run._boxed_call = True  # type: ignore[attr-defined]

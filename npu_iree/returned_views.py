@@ -1,16 +1,17 @@
-"""Results that are views of arguments: made of the arguments themselves, in each call.
+"""Results that are views of arguments, or of other results: made of these in each call.
 
-AOTAutograd makes such results outside of the graph, of the argument: by the views that it saw, or,
-where their places depend on sizes, at the place that the graph's result has in its own memory.
-Only PyTorch's kernels give that place; and of an argument that begins in the middle of its memory,
-or has gaps, it is the wrong one (PyTorch 2.13, with `aot_eager` too).
+Of an argument, AOTAutograd makes them outside of the graph: by the views that it saw, or, where
+their places depend on sizes, at the place that the graph's result has in its own memory. Only
+PyTorch's kernels give that place; and of an argument that begins in the middle of its memory, or
+has gaps, it is the wrong one (PyTorch 2.13, with `aot_eager` too). The same goes for views of
+results in training; in inference, it takes for granted that they share memory.
 Source: `gen_alias_from_base` in torch/_functorch/_aot_autograd/functional_utils.py.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,52 +55,85 @@ def _is_replayed(info: Any) -> bool:
 
 @dataclass(frozen=True)
 class ReturnedViews:
-    """The results of a graph that are views of its arguments.
+    """The results of a graph that are views, of its arguments or of other results.
 
     Attributes:
         positions: of these results.
-        make: makes them of all arguments.
+        arguments: positions of the arguments that they are made of, or whose sizes they need.
+        bases: positions of the results that they are made of.
+        make: makes them, of such arguments and results.
     """
 
     positions: Sequence[int]
+    arguments: Sequence[int]
+    bases: Sequence[int]
     make: Callable[..., Sequence[torch.Tensor]]
 
     @classmethod
     def taken_out(
-        cls, graph_module: fx.GraphModule, aliases: Mapping[int, int]
+        cls, graph_module: fx.GraphModule, aliases: Mapping[int, int], *, of_results: bool
     ) -> ReturnedViews | None:
         """Take the views out of the results of a graph, which are None there; None if none is.
 
         Args:
             graph_module: the graph, which is changed.
             aliases: position of the result -> that of the argument that it is a view of.
+            of_results: whether views of other results are taken out, too.
         """
+        if not aliases and not of_results:
+            return None
         output = graph_module.graph.output_node()
         results = list(output.args[0])  # type: ignore[arg-type]
-        views, made = _Views(graph_module.graph), dict[int, fx.Node]()
-        for position in aliases:
-            node = results[position]
-            if isinstance(node, fx.Node) and (view := views.of(node)) is not None:
-                made[position], results[position] = view, None
+        bases = {n: i for i, n in reversed([*enumerate(results)]) if of_results and _is_whole(n)}
+        views, made = _Views(graph_module.graph, bases), dict[int, fx.Node]()
+        for i, node in enumerate(results):
+            if i in aliases or bases.get(_root(node), i) != i:
+                view = views.of(node) if isinstance(node, fx.Node) else None
+                if view is not None:
+                    made[i] = views.graph.call_function(aten.alias.default, (view,))
+                    results[i] = None
         if not made:
             return None
         output.args = (tuple(results),)
         graph_module.recompile()
         views.graph.output(tuple(made.values()))
-        return cls(tuple(made), fx.GraphModule(torch.nn.Module(), views.graph).forward)
+        arguments, used = views.keep_used()
+        make = fx.GraphModule(torch.nn.Module(), views.graph).forward
+        return cls(tuple(made), arguments, [bases[node] for node in used], make)
+
+
+def _is_whole(node: Any) -> bool:
+    """Say whether a result is a tensor of its own, no view and no argument."""
+    is_made = isinstance(node, fx.Node) and node.op == "call_function" and not _is_view(node)
+    return is_made and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_view(node: Any) -> bool:
+    if node.target is operator.getitem:  # one of those that are split off, say
+        node = node.args[0]
+    return is_one_of(node, VIEW_OPS)
+
+
+def _root(node: Any) -> Any:
+    """Return what a result is a view of, itself perhaps."""
+    while isinstance(node, fx.Node) and _is_view(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 class _Views:
-    """Tensors of a graph as views of its inputs, in a graph of the same inputs.
+    """Tensors of a graph as views of its inputs and results, in a graph that takes these.
 
     Attributes:
         graph: the views; it has no output yet.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, bases: Iterable[fx.Node]) -> None:
         self.graph = fx.Graph()
-        self._inputs = graph.find_nodes(op="placeholder")
-        self._found = {node: self.graph.placeholder(node.name) for node in self._inputs}
+        inputs = graph.find_nodes(op="placeholder")
+        self._inputs = {node: self.graph.placeholder(node.name) for node in inputs}
+        self._bases = {node: self.graph.placeholder(node.name) for node in bases}
+        self._found = self._inputs | self._bases
         self._numbers = {
             str(value): node
             for node in reversed(graph.nodes)
@@ -107,14 +141,22 @@ class _Views:
         }
         for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
             target, value = copy.args[:2]
-            if target in self._found and isinstance(value, fx.Node):
-                self._found[value] = self._found[target]
+            if target in self._inputs and isinstance(value, fx.Node):
+                self._found.setdefault(value, self._inputs[target])
                 self._look_into(value)
+
+    def keep_used(self) -> tuple[Sequence[int], Sequence[fx.Node]]:
+        """Let the graph take no more than it reads; return positions of inputs, and results."""
+        arguments = [i for i, taken in enumerate(self._inputs.values()) if taken.users]
+        results = [node for node, taken in self._bases.items() if taken.users]
+        for taken in (*self._inputs.values(), *self._bases.values()):
+            if not taken.users:
+                self.graph.erase_node(taken)
+        return arguments, results
 
     def of(self, node: fx.Node) -> fx.Node | None:
         """Return a tensor as a view of an input, or of what is written to one; None if none."""
-        is_view = node.target is operator.getitem or is_one_of(node, VIEW_OPS)
-        if node not in self._found and is_view and isinstance(node.args[0], fx.Node):
+        if node not in self._found and _is_view(node) and isinstance(node.args[0], fx.Node):
             base = self.of(node.args[0])
             if base is None or any(self._number(n) is None for n in node.all_input_nodes[1:]):
                 return None

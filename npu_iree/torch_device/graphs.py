@@ -7,7 +7,7 @@ the edge knows: which inputs are handles, and which results stay handles.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lowering.capture import CapturedGraph, attribute
-from lowering.nodes import view_root
 from lowering.region import memory_order
 from lowering.sizes import size_hint
 from npu_iree.array import DeviceArray
@@ -56,13 +55,9 @@ def options_on_npu(options: Mapping[str, Any] | None) -> Options:
     return parsed
 
 
-def prepare(graph_module: fx.GraphModule) -> dict[int, View]:
-    """Make a graph device-free, in place; returns which results are views of which others."""
-    if not any(is_on_npu(node.meta.get("val")) for node in graph_module.graph.nodes):
-        return {}
-    views = split_views(graph_module)
-    make_device_free(graph_module)
-    return views
+def is_any_on_npu(graph_module: fx.GraphModule) -> bool:
+    """Say whether a graph computes with "npu" tensors."""
+    return any(is_on_npu(node.meta.get("val")) for node in graph_module.graph.nodes)
 
 
 def make_device_free(graph_module: fx.GraphModule) -> None:
@@ -91,46 +86,6 @@ def _off_npu(value: Any) -> Any:
     return _CPU if isinstance(value, torch.device) and value.type == NAME else value
 
 
-@dataclass(frozen=True)
-class View:
-    """A result that is a view of another one: of which, and how."""
-
-    position: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-
-def split_views(graph_module: fx.GraphModule) -> dict[int, View]:
-    """Take out of a graph's results the views of other results: they are made of these outside.
-
-    Before: return (%y, transpose(%y))
-    After:  return (%y, None), and how to view the first to get the second
-    """
-    output = graph_module.graph.output_node()
-    results = list(output.args[0])  # type: ignore[arg-type]
-    first: dict[fx.Node, int] = {}
-    views: dict[int, View] = {}
-    for i, node in enumerate(results):
-        if isinstance(node, fx.Node) and view_root(node) is node:
-            first.setdefault(node, i)
-    for i, node in enumerate(results):
-        value = node.meta.get("val") if isinstance(node, fx.Node) else None
-        if not isinstance(value, torch.Tensor) or not is_on_npu(value):
-            continue
-        base = first.get(view_root(node))
-        is_static = all(
-            isinstance(n, int) for n in (*value.shape, *value.stride(), value.storage_offset())
-        )
-        if base is not None and base != i and is_static and view_root(node).op != "placeholder":
-            strides = value.stride()
-            views[i] = View(base, tuple(value.shape), strides, int(value.storage_offset()))
-            results[i] = None
-    output.args = (tuple(results),)
-    graph_module.recompile()
-    return views
-
-
 def placed(captured: CapturedGraph) -> CapturedGraph:
     """Say of a graph which inputs are handles, and which results stay so.
 
@@ -153,7 +108,6 @@ class HandleRunner:
         runner: Callable[[list[Any]], Sequence[Any]],
         captured: CapturedGraph,
         written: Sequence[fx.Node],
-        views: dict[int, View],
         donated: Donated,
         returned: int | None,
     ) -> None:
@@ -163,13 +117,11 @@ class HandleRunner:
             runner: runs the graph on handles, which it takes out of their list.
             captured: the graph.
             written: the inputs that it writes to.
-            views: the results that are views of others.
             donated: the inputs that a call gives away.
             returned: how many of the first results the user gets; None: all.
         """
         self._runner = runner
         self._donated = donated
-        self._views = views
         self._written = [captured.inputs.index(node) for node in written]
         self._orders = [
             memory_order(n.meta["val"]) if n in captured.handles else None for n in captured.inputs
@@ -209,8 +161,6 @@ class HandleRunner:
         for argument, value in zip(written, values[count:], strict=True):
             if isinstance(value, torch.Tensor):
                 argument.detach().copy_(value)
-        for i, view in self._views.items():
-            values[i] = values[view.position].as_strided(view.shape, view.strides, view.offset)
         return values[:count]
 
     def _give_away(self, args: Sequence[Any]) -> None:

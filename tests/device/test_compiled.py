@@ -84,6 +84,9 @@ def test_results_that_are_views_of_each_other_share_memory() -> None:
     y.zero_()
     assert t.shape == (4, 3)
     assert t.abs().sum().item() == 0
+    largest, turned = torch.compile(lambda x: ((y := x.max(0)[0]), y[1:]), backend="npu_iree")(y)
+    largest.fill_(2)
+    assert turned.tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("layout", ["slice", "transposed", "expanded", "channels_last"])
@@ -248,3 +251,27 @@ def test_a_view_of_an_argument_lies_in_it_wherever_sizes_put_it(writes: bool) ->
         result.zero_()
         expected.zero_()
         torch.testing.assert_close(base.cpu(), x)
+
+
+def test_views_of_results_lie_in_them_wherever_sizes_put_them() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x * w
+        return y[x.shape[0] // 2 :], y.view(-1)[x.shape[0] :], y, y.t()[:, x.shape[0] - 2 :]
+
+    npu_iree.register_device()
+    compiled = torch.compile(function, backend="npu_iree", dynamic=True)
+    for rows in (6, 9):
+        x, found = torch.arange(rows * 2.0).reshape(rows, 2), []
+        for run, device in ((function, "cpu"), (compiled, NPU)):
+            w = torch.tensor(3.0, device=device, requires_grad=True)
+            views = run(x.to(device), w)
+            places = [(v.shape, v.stride(), v.storage_offset()) for v in views]
+            sum((v * v).sum() for v in views).backward()
+            assert w.grad is not None
+            found.append(([v.detach().cpu() for v in views], w.grad.cpu(), places))
+        assert_same(found[1][:2], found[0][:2])
+        assert found[1][2] == found[0][2]
+    with torch.no_grad():
+        part, *_, whole, _ = compiled(x.to(NPU), torch.tensor(3.0, device=NPU))
+        part.zero_()
+        assert whole.cpu()[-1].tolist() == [0, 0]
