@@ -103,14 +103,7 @@ class AotGraph:
             runner = graphs.HandleRunner(runner, captured, written, donated, self.returned)
 
         def run(args: list[Any]) -> list[Any]:
-            if views is None:
-                return list(runner(args))
-            read = [args[i] for i in views.arguments]
-            results = list(runner(args))
-            made = views.make(*read, *[results[i] for i in views.bases])
-            for i, view in zip(views.positions, made, strict=True):
-                results[i] = view
-            return results
+            return list(runner(args)) if views is None else views.run(runner, args)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return LoadedGraph(run, loaded, every)

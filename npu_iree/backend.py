@@ -200,8 +200,10 @@ def _compile_aot(
 
 def _count_returned(kind: str) -> int | None:
     """Return how many results of a graph outlive a step of training; None: all."""
+    if kind == "inference":
+        return None
     found = metadata()
-    return None if kind == "inference" else found.num_forward if kind == "forward" and found else 0
+    return found.num_forward if kind == "forward" and found is not None else 0
 
 
 def _views_of_arguments(kind: str, count: int) -> Mapping[int, int]:

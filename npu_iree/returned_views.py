@@ -101,6 +101,15 @@ class ReturnedViews:
         make = fx.GraphModule(torch.nn.Module(), views.graph).forward
         return cls(tuple(made), arguments, [bases[node] for node in used], make)
 
+    def run(self, runner: Callable[[list[Any]], Iterable[Any]], args: list[Any]) -> list[Any]:
+        """Run the graph on arguments that are taken out of their list; return all its results."""
+        read = [args[i] for i in self.arguments]
+        results = list(runner(args))
+        made = self.make(*read, *[results[i] for i in self.bases])
+        for i, view in zip(self.positions, made, strict=True):
+            results[i] = view
+        return results
+
 
 def _is_whole(node: Any) -> bool:
     """Say whether a result is a tensor of its own, no view and no argument."""
