@@ -6,8 +6,8 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -45,8 +45,7 @@ class AotGraph:
         donated: the inputs that a call gives away.
         returned: how many of its first results the user gets; None: all. The others are for the
             backward pass.
-        views: the results that are to be made as views of arguments: position of the result -> that
-            of the argument.
+        views: positions of the results that are to be made as views of arguments.
     """
 
     options: Options
@@ -55,7 +54,7 @@ class AotGraph:
     weights: Sequence[int] = ()
     donated: Donated = NOTHING
     returned: int | None = None
-    views: Mapping[int, int] = field(default_factory=dict)
+    views: Sequence[int] = ()
 
     def load(
         self,

@@ -206,11 +206,11 @@ def _count_returned(kind: str) -> int | None:
     return found.num_forward if kind == "forward" and found is not None else 0
 
 
-def _views_of_arguments(kind: str, count: int) -> Mapping[int, int]:
-    """Return which results are to be made as views of which arguments."""
+def _views_of_arguments(kind: str, count: int) -> Sequence[int]:
+    """Return which results are to be made as views of arguments."""
     found = metadata() if kind != "backward" else None
     is_same = found is not None and len(found.input_info) == count  # none is made of several
-    return views_of_arguments(found) if is_same else {}
+    return views_of_arguments(found) if is_same else ()
 
 
 def _dense(inputs: Sequence[Any]) -> Iterator[Any]:

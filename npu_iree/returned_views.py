@@ -11,7 +11,7 @@ Source: `gen_alias_from_base` in torch/_functorch/_aot_autograd/functional_utils
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,20 +32,20 @@ _VIEW_OF: Mapping[Any, Callable[..., Any]] = {
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
-def views_of_arguments(found: Any) -> dict[int, int]:
-    """Find the results that AOTAutograd makes of arguments, and where, by what the graph returns.
+def views_of_arguments(found: Any) -> list[int]:
+    """Find the results that AOTAutograd makes of arguments, where the graph's results lie.
 
     Args:
         found: what it has found out about the graph (`npu_iree.aot.metadata`).
 
     Returns:
-        Position of the result -> that of the argument.
+        Their positions.
     """
-    return {
-        found.num_mutated_inp_runtime_indices + i: info.base_idx
+    return [
+        found.num_mutated_inp_runtime_indices + i
         for i, info in enumerate(found.output_info)
         if info.output_type is OutputType.alias_of_input and not _is_replayed(info)
-    }
+    ]
 
 
 def _is_replayed(info: Any) -> bool:
@@ -71,13 +71,13 @@ class ReturnedViews:
 
     @classmethod
     def taken_out(
-        cls, graph_module: fx.GraphModule, aliases: Mapping[int, int], *, of_results: bool
+        cls, graph_module: fx.GraphModule, aliases: Collection[int], *, of_results: bool
     ) -> ReturnedViews | None:
         """Take the views out of the results of a graph, which are None there; None if none is.
 
         Args:
             graph_module: the graph, which is changed.
-            aliases: position of the result -> that of the argument that it is a view of.
+            aliases: positions of results that are views of arguments.
             of_results: whether views of other results are taken out, too.
         """
         if not aliases and not of_results:

@@ -186,10 +186,9 @@ def addcmul(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, value: Any = 1
 
     PyTorch's own decomposition takes no float there.
     """
-    is_whole = not (x.dtype.is_floating_point or x.dtype.is_complex)
-    if is_whole and isinstance(value, float):
-        are_whole = not (a.dtype.is_floating_point or b.dtype.is_floating_point)
-        return x + (int(value) if are_whole else value) * a * b
+    are_whole = not any(t.is_floating_point() or t.is_complex() for t in (x, a, b))
+    if are_whole and isinstance(value, float):
+        value = int(value)
     return torch._refs.addcmul(x, a, b, value=value)
 
 

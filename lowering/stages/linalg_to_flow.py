@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lowering.abi import MOST_TENSORS, MOST_WORDS, PARAMETER_SCOPE
@@ -78,13 +78,15 @@ def dispatches_of(session: IreeSession, linalg_asm: str, options: CompileOptions
     form_dispatches(session, module, options)
     if not options.is_for_cpu:
         return module
-    if any(t > MOST_TENSORS or words > MOST_WORDS for t, words in _operands(module)):
+    counts = _operands(module)
+    if any(tensors > MOST_TENSORS or words > MOST_WORDS for tensors, words in counts):
         module = session.parse(linalg_asm)
         with session.context:
             for function in _entry_points(module):
                 separate_chains(function)
         form_dispatches(session, module, options)
-    tensors = max((tensors for tensors, _ in _operands(module)), default=0)
+        counts = _operands(module)
+    tensors = max((tensors for tensors, _ in counts), default=0)
     if tensors > MOST_TENSORS:  # of the words, the compiler may know more than is seen here
         raise RuntimeError(
             f"a device program would take {tensors} tensors; IREE's runtime loads none with more "
@@ -156,14 +158,16 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 read_in_panels(function, features)
 
 
-def _operands(module: Any) -> Iterator[tuple[int, int]]:
+def _operands(module: Any) -> list[tuple[int, int]]:
     """Count what each device program takes: tensors, and words of sizes and numbers."""
+    counts = []
     for op in itertools.chain.from_iterable(map(walk, inside(module, "util.func"))):
         if op.name == "flow.dispatch":
             kinds = [str(operand.type) for operand in op.operands]
             tensors = sum("tensor<" in kind for kind in kinds)
             words = sum(2 if kind in _WIDE else 1 for kind in kinds if "tensor<" not in kind)
-            yield tensors + len(made_by(op)), words
+            counts.append((tensors + len(made_by(op)), words))
+    return counts
 
 
 def _entry_points(module: Any) -> list[Any]:
