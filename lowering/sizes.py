@@ -44,9 +44,15 @@ def size_hint(size: int | torch.SymInt) -> int:
 
 
 def settled(value: Any) -> Any:
-    """Give a size, or a fake value, with numbers for the symbols that have become such since."""
+    """Give a size, or a fake value, with numbers for what has become such since it was captured.
+
+    So has a symbol that was found to be one number, and what a guard says of `s0 // 64`: a view
+    that leaves out a size because it is 1 makes sure of that, and its own sizes count on it.
+    """
     if isinstance(value, torch.SymInt):
         number = value.node.maybe_as_int()
+        if number is None and value.node.expr.args and size_hint(value) == 1:
+            number = 1 if statically_known_true(value == 1) else None
         return value if number is None else number
     if isinstance(value, (tuple, list)):
         return type(value)(map(settled, value))

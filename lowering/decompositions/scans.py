@@ -18,7 +18,7 @@ _MOST_DIMENSIONS = 3
 
 
 def cumsum(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
-    """Decompose `aten.cumsum` of many dimensions: those before and those after are one each.
+    """Decompose `aten.cumsum` of many dimensions: those before, and those after, are one each.
 
     Before: %1 = cumsum(%0, -2)                                with %0 of [s0, 3, 4, s1, s2]
     After:  %1 = view(cumsum(view(%0, [12*s0, s1, s2]), 1), [s0, 3, 4, s1, s2])
@@ -35,8 +35,9 @@ def _of_few(op: Any, x: torch.Tensor, dim: int, dtype: torch.dtype | None) -> An
     if is_static(x) or x.dim() <= _MOST_DIMENSIONS:
         return _UNCHANGED
     dim %= x.dim()
-    before, after = math.prod(x.shape[:dim]), math.prod(x.shape[dim + 1 :])
-    return op(x.reshape(before, x.shape[dim], after), 1, dtype=dtype).view(x.shape)
+    before, behind = math.prod(x.shape[:dim]), x.shape[dim + 1 :]
+    after = [math.prod(behind)] if behind else []
+    return op(x.reshape(before, x.shape[dim], *after), 1, dtype=dtype).view(x.shape)
 
 
 DECOMPOSITIONS = {aten.cumprod.default: cumprod, aten.cumsum.default: cumsum}

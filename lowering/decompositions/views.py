@@ -1,4 +1,4 @@
-"""Views of tensors that have no such view, and splits of dynamic sizes."""
+"""Views of tensors that have no such view or of dynamic sizes, and splits of these."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch._prims_common import is_contiguous_or_false
+from torch._prims_common import is_contiguous_or_false, make_contiguous_strides_for
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    track_tensor_tree,
+)
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
-from lowering.sizes import size_hint
+from lowering.sizes import are_known, size_hint
 
 Size: TypeAlias = Any  # int or SymInt
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
@@ -20,10 +26,10 @@ def view(tensor: torch.Tensor, size: Sequence[Size]) -> Any:
     """Decompose `aten.view` of a tensor that has no such view into one of a copy.
 
     An exported graph may hold views of what another decomposition has laid out in another way than
-    the kernel did when it was exported.
+    the kernel did when it was exported. A view that the tensor has gets the sizes asked for.
     """
     if not _copies(tensor, size):
-        return _UNCHANGED
+        return _of_asked_sizes(tensor, size)
     copy = torch.ops.aten.clone.default(tensor, memory_format=torch.contiguous_format)
     return torch.ops.aten.view.default(copy, size)
 
@@ -35,6 +41,28 @@ def split_with_sizes(tensor: torch.Tensor, sizes: Sequence[Size], dim: int = 0) 
     starts = itertools.accumulate(sizes, initial=0)
     pairs = zip(starts, sizes, strict=False)
     return [torch.ops.aten.slice.Tensor(tensor, dim, start, start + size) for start, size in pairs]
+
+
+def _of_asked_sizes(tensor: torch.Tensor, size: Sequence[Size]) -> Any:
+    """View a tensor, with the sizes that were asked for where they are numbers.
+
+    PyTorch computes the last size of those that a dynamic one is taken apart to, and does not see
+    that it is a number: `x.view(-1, 64)` of `[s0, s1]` has `s0*s1 // (s0*s1 // 64)` columns.
+    """
+    if are_known(tensor.shape) or (mode := get_proxy_mode()) is None:
+        return _UNCHANGED
+    with disable_proxy_modes_tracing():
+        viewed = torch.ops.aten.view.default(tensor, size)
+        pairs = zip(size, viewed.shape, strict=True)
+        asked = [a if isinstance(a, int) and a != -1 else found for a, found in pairs]
+        if [*map(type, asked)] == [*map(type, viewed.shape)] or not is_contiguous_or_false(viewed):
+            return _UNCHANGED
+        viewed = viewed.as_strided(asked, make_contiguous_strides_for(asked))
+    arguments = tree_map(mode.tracer.unwrap_proxy, (tensor, list(size)))
+    proxy = mode.tracer.create_proxy(
+        "call_function", torch.ops.aten.view.default, arguments, {}
+    )
+    return track_tensor_tree(viewed, proxy, constant=None, tracer=mode.tracer)
 
 
 def _copies(tensor: torch.Tensor, size: Sequence[Size]) -> bool:

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from tolerances import assert_same
 
@@ -79,6 +80,25 @@ def test_any_number_of_systems(counts: Counter[str]) -> None:
         a, b = torch.randn(count, 16, 16) / 4, torch.randn(count, 16, 7)
         assert_same(fast(a, b), solve(a, b))
     assert counts["host_ops"] == 0
+
+
+def in_chunks_of_16(x: torch.Tensor) -> torch.Tensor:
+    """Solve what the rows of a chunk say of each other, as linear attention does."""
+    padded = F.pad(x, (0, 0, 0, -x.shape[2] % 16))
+    chunks = padded.view(*x.shape[:2], -1, 16, x.shape[3])
+    decay = chunks.sum(-1).cumsum(-1)
+    return solve((decay.unsqueeze(-1) - decay.unsqueeze(-2)).tanh() / 16, chunks)
+
+
+@pytest.mark.parametrize("rows", [(7, 11, 16), (20, 33, 64)])  # one chunk, or several
+def test_the_rows_of_a_chunk_are_known(rows: tuple[int, ...], counts: Counter[str]) -> None:
+    fast = torch.compile(in_chunks_of_16, backend="npu_iree")
+    for count, size in enumerate(rows, start=2):
+        x = torch.randn(count, 4, size, 8, generator=torch.Generator().manual_seed(size))
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_dynamic(x, 2)
+        assert_same(fast(x), in_chunks_of_16(x))
+    assert (counts["compiles"], counts["regions"], counts["host_ops"]) == (1, 1, 0)
 
 
 def test_many_rows_are_lapacks(counts: Counter[str]) -> None:
