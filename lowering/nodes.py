@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,10 +90,16 @@ def view_root(node: fx.Node) -> fx.Node:
 def view_chain(node: fx.Node) -> list[fx.Node]:
     """Return `node`, what it is a view of, what that is a view of, and so on."""
     chain = [node]
-    while is_one_of(node, VIEW_OPS) and isinstance(node.args[0], fx.Node):
+    while is_view(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
         chain.append(node)
     return chain
+
+
+def is_view(node: fx.Node) -> bool:
+    """Say whether what a node gives is memory of its argument: a view, or one of several."""
+    source = node.args[0] if node.target is operator.getitem else node
+    return isinstance(source, fx.Node) and is_one_of(source, VIEW_OPS)
 
 
 def is_scalar(node: fx.Node) -> bool:

@@ -10,7 +10,6 @@ Source: `gen_alias_from_base` in torch/_functorch/_aot_autograd/functional_utils
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.schemas import OutputType
 
-from lowering.nodes import VIEW_OPS, is_one_of, is_scalar
+from lowering.nodes import is_scalar, is_view, view_root
 
 aten = torch.ops.aten
 # What puts a view of a tensor back into it -> the view.
@@ -87,8 +86,8 @@ class ReturnedViews:
         bases = {n: i for i, n in reversed([*enumerate(results)]) if of_results and _is_whole(n)}
         views, made = _Views(graph_module.graph, bases), dict[int, fx.Node]()
         for i, node in enumerate(results):
-            if i in aliases or bases.get(_root(node), i) != i:
-                view = views.of(node) if isinstance(node, fx.Node) else None
+            if isinstance(node, fx.Node) and (i in aliases or bases.get(view_root(node), i) != i):
+                view = views.of(node)
                 if view is not None:
                     made[i] = views.graph.call_function(aten.alias.default, (view,))
                     results[i] = None
@@ -113,21 +112,8 @@ class ReturnedViews:
 
 def _is_whole(node: Any) -> bool:
     """Say whether a result is a tensor of its own, no view and no argument."""
-    is_made = isinstance(node, fx.Node) and node.op == "call_function" and not _is_view(node)
+    is_made = isinstance(node, fx.Node) and node.op == "call_function" and not is_view(node)
     return is_made and isinstance(node.meta.get("val"), torch.Tensor)
-
-
-def _is_view(node: Any) -> bool:
-    if node.target is operator.getitem:  # one of those that are split off, say
-        node = node.args[0]
-    return is_one_of(node, VIEW_OPS)
-
-
-def _root(node: Any) -> Any:
-    """Return what a result is a view of, itself perhaps."""
-    while isinstance(node, fx.Node) and _is_view(node) and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node
 
 
 class _Views:
@@ -165,7 +151,7 @@ class _Views:
 
     def of(self, node: fx.Node) -> fx.Node | None:
         """Return a tensor as a view of an input, or of what is written to one; None if none."""
-        if node not in self._found and _is_view(node) and isinstance(node.args[0], fx.Node):
+        if node not in self._found and is_view(node) and isinstance(node.args[0], fx.Node):
             base = self.of(node.args[0])
             if base is None or any(self._number(n) is None for n in node.all_input_nodes[1:]):
                 return None

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch._prims_common import is_contiguous_or_false, make_contiguous_strides_for
 from torch.fx.experimental.proxy_tensor import (
+    PythonKeyTracer,
     disable_proxy_modes_tracing,
     get_proxy_mode,
     track_tensor_tree,
@@ -49,7 +50,8 @@ def _of_asked_sizes(tensor: torch.Tensor, size: Sequence[Size]) -> Any:
     PyTorch computes the last size of those that a dynamic one is taken apart to, and does not see
     that it is a number: `x.view(-1, 64)` of `[s0, s1]` has `s0*s1 // (s0*s1 // 64)` columns.
     """
-    if are_known(tensor.shape) or (mode := get_proxy_mode()) is None:
+    tracer = getattr(get_proxy_mode(), "tracer", None)
+    if are_known(tensor.shape) or not isinstance(tracer, PythonKeyTracer):
         return _UNCHANGED
     with disable_proxy_modes_tracing():
         viewed = torch.ops.aten.view.default(tensor, size)
@@ -58,11 +60,9 @@ def _of_asked_sizes(tensor: torch.Tensor, size: Sequence[Size]) -> Any:
         if [*map(type, asked)] == [*map(type, viewed.shape)] or not is_contiguous_or_false(viewed):
             return _UNCHANGED
         viewed = viewed.as_strided(asked, make_contiguous_strides_for(asked))
-    arguments = tree_map(mode.tracer.unwrap_proxy, (tensor, list(size)))
-    proxy = mode.tracer.create_proxy(
-        "call_function", torch.ops.aten.view.default, arguments, {}
-    )
-    return track_tensor_tree(viewed, proxy, constant=None, tracer=mode.tracer)
+    arguments = tree_map(tracer.unwrap_proxy, (tensor, list(size)))
+    proxy = tracer.create_proxy("call_function", torch.ops.aten.view.default, arguments, {})
+    return track_tensor_tree(viewed, proxy, constant=None, tracer=tracer)
 
 
 def _copies(tensor: torch.Tensor, size: Sequence[Size]) -> bool:
