@@ -125,7 +125,10 @@ class ArtifactCache:
         self._is_writable = True
 
     def load(self, key: CacheKey) -> Entry | None:
-        """Return the entry of a key, or None; a damaged entry is removed, with one log line."""
+        """Return the entry of a key, or None; a damaged entry is removed, with one log line.
+
+        One that cannot be read just now, for want of file descriptors say, stays.
+        """
         path = self.path(key.digest)
         try:
             entry = Entry.from_bytes(path.read_bytes())
@@ -133,7 +136,10 @@ class ArtifactCache:
                 raise ValueError("it belongs to another key")
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (OSError, ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+        except OSError as error:
+            log.warning("cache entry %s cannot be read: %s", path.name, error)
+            return None
+        except (ValueError, KeyError, TypeError) as error:
             log.warning("cache entry %s is rebuilt: %s", path.name, error)
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -20,6 +20,7 @@ from lowering.partition import Partition, partition
 from lowering.plan import Plan, build_plan
 from lowering.record import GraphRecord, Healed, graph_text
 from lowering.region import Region, bound_nodes, extract_region
+from lowering.source import model_line
 from lowering.writes import given_inputs
 
 # Ops that PyTorch's own kernels crash on in a compiled graph -> why, and what to do.
@@ -126,14 +127,19 @@ class Compiler:
         builder = self.builder
         keys = [builder.key(region) for name, region in plan.regions.items() if name not in found]
         found_in = [f"the bundle {builder.bundle.path}"] if builder.bundle is not None else []
-        found_in += ["the cache"] if builder.cache is not None else []
+        found_in += [f"the cache in {builder.cache.folder}"] if builder.cache is not None else []
         lines = []
         if builder.bundle is not None:
             lines = differences(captured, text, keys, self.origin, builder.bundle)
         elif builder.cache is not None:
             near = builder.cache.nearest(keys[0])
-            lines = [f"the nearest entry of the cache differs in {near}" if near else "it is empty"]
-        return NotCompiledError(captured.kind, " or ".join(found_in), lines)
+            lines = [
+                f"the nearest entry of the cache differs in {near}"
+                if near
+                else "the cache is empty"
+            ]
+        where = next(filter(None, (model_line(node).where for node in captured.nodes)), "")
+        return NotCompiledError(captured.kind, where, " or ".join(found_in), lines)
 
 
 def _compiled(

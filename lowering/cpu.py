@@ -13,16 +13,26 @@ from typing import TypeVar
 # Not AVX10, which Linux does not list: its first version is another name for parts of AVX-512 that
 # are named beside it, and a CPU with a later one has more that is.
 _CODE_FEATURE = re.compile(
-    r"(s?sse.*|avx(?!10).*|amx.*|fma4?|f16c|bmi2?|lzcnt|popcnt|movbe|aes|vaes|v?pclmul(qdq)?|gfni|sha.*|tbm|xop)"
+    r"(s?sse.*|avx(?!10).*|amx.*|fma4?|f16c|bmi2?|lzcnt|popcnt|movbe|aes|vaes|v?pclmul(qdq)?|gfni|sha.*|tbm|xop"
+    r"|sve.*|sme.*|dotprod|i8mm|bf16|fp16fml|fullfp16|lse|rdm)"  # of ARM
 )
 # LLVM's name -> Linux's, where they are different words.
 _LINUX_NAMES = {
     "arm_64": "aarch64",
     "bmi": "bmi1",
+    "dotprod": "asimddp",
+    "fp16fml": "asimdfhm",
+    "fullfp16": "asimdhp",
+    "lse": "atomics",
     "lzcnt": "abm",
     "pclmul": "pclmulqdq",
+    "rdm": "asimdrdm",
     "sha": "shani",
     "sse3": "pni",
+    "sve2-aes": "sveaes",
+    "sve2-bitperm": "svebitperm",
+    "sve2-sha3": "svesha3",
+    "sve2-sm4": "svesm4",
 }
 _T = TypeVar("_T")
 _TARGET = re.compile(

@@ -56,10 +56,22 @@ class DenialRecord:
     def read(self) -> dict[str, Denial]:
         """Return all findings by their program."""
         try:
+            return self._table()
+        except OSError as error:
+            log.warning("the denial record %s cannot be read: %s", self.path, error)
+            return {}
+
+    def _table(self) -> dict[str, Denial]:
+        """Return all findings.
+
+        Raises:
+            OSError: the file is there, and cannot be read.
+        """
+        try:
             return self.parse(self.path.read_text())
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             log.warning("the denial record %s is begun anew: %s", self.path, error)
             return {}
 
@@ -78,7 +90,7 @@ class DenialRecord:
         return {denial.program: denial for denial in found}
 
     def add(self, denials: Sequence[Denial]) -> None:
-        """Add findings; where nothing can be written, they are found again next time."""
+        """Add findings; where nothing can be read or written, they are found again next time."""
         if not denials:
             return
         lock = self.path.with_suffix(".lock")
@@ -86,7 +98,7 @@ class DenialRecord:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(lock):
                 try:
-                    table = {**self.read(), **{d.program: d for d in denials}}
+                    table = {**self._table(), **{d.program: d for d in denials}}
                     rows = [asdict(denial) for denial in table.values()]
                     write_atomically(self.path, json.dumps(rows, indent=1).encode())
                 finally:

@@ -39,13 +39,16 @@ class NotCompiledError(NpuIreeError):
 
     Attributes:
         differences: what tells it from the nearest graph that there is, one line each.
+        missing: which graph is missing where, and these lines.
     """
 
-    def __init__(self, kind: str, places: str, differences: Sequence[str]) -> None:
+    def __init__(self, kind: str, where: str, places: str, differences: Sequence[str]) -> None:
         self.differences = tuple(differences)
+        begins = f", which begins at {where}," if where else ""
         listed = "".join(f"\n  {line}" for line in self.differences)
+        self.missing = f"this {kind} graph{begins} is not in {places}:{listed}"
         super().__init__(
-            f"this {kind} graph is not in {places}, and may not be compiled here:{listed}\n"
+            f"{self.missing}\nIt may not be compiled here. "
             "Save a bundle after a call like this one, or allow more with "
             'options={"compile": "if_missing"} or options={"compile": "eager"}.'
         )

@@ -19,6 +19,8 @@ from lowering.target import CompileTarget, FlagSet
 PACKAGES = ("torch", "torch-mlir", "iree-base-compiler")
 # What a module is; the other parts say who compiled it, and where.
 IDENTITY = ("program", "kernels", "parameters", "given", "rebind", "flags", "target")
+# What Linux calls an x86 CPU, or the parts of an ARM core's name.
+_CPU_NAMES = ("model name", "CPU implementer", "CPU variant", "CPU part")
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,6 @@ def host_cpu() -> str:
         return platform.processor() or platform.machine()
     table = dict(reversed([line.partition("\t: ")[::2] for line in lines if "\t: " in line]))
     cells = {name.strip(): value for name, value in table.items()}
-    return (
-        f"{cells.get('model name', platform.machine())} {text_digest(cells.get('flags', ''))[:16]}"
-    )
+    model = " ".join(cells[name] for name in _CPU_NAMES if name in cells) or platform.machine()
+    features = cells.get("flags", cells.get("Features", ""))
+    return f"{model} {text_digest(features)[:16]}"

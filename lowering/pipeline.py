@@ -93,7 +93,7 @@ def compile_program(
         StageError: a stage failed, with every flag set where it is one of IREE's.
         WorkerStartError: the service has no workers.
     """
-    graphs = {entry: rewrite(graph, target) for entry, graph in program.graphs.items()}
+    graphs = {entry: _rewritten(graph, target) for entry, graph in program.graphs.items()}
     if dump is not None:
         text = "\n".join(map(_readable, graphs.values()))
         _keep(dump / "00-graph.txt", text.encode())
@@ -117,6 +117,15 @@ def compile_program(
             continue
         return CompiledModule(vmfb, flag_set, torch_asm, required_features(flow_asm), refused=i)
     raise StageError(LINALG_TO_FLOW.name, f"target {target.name!r} lists no flag sets")
+
+
+def _rewritten(graph_module: fx.GraphModule, target: CompileTarget) -> fx.GraphModule:
+    """Rewrite a graph; where a rule fails, the graph as it is computes the same."""
+    try:
+        return rewrite(graph_module, target)
+    except Exception as error:
+        log.warning("a graph is not rewritten for %s, and may be slower: %r", target.name, error)
+        return graph_module
 
 
 def options_for(program: Program, flags: FlagSet, toolchain: Toolchain) -> CompileOptions:
@@ -255,7 +264,9 @@ def product_name(stage: Stage) -> str:
     return f"{STAGES.index(stage) + 1:02d}-{stage.name}.{stage.product}"
 
 
-def restart(path: Path, options: CompileOptions, dump: Path) -> Path:
+def restart(
+    path: Path, options: CompileOptions, dump: Path, toolchain: Toolchain = Toolchain()
+) -> Path:
     """Run the stages that follow the one that wrote `path`, and dump their products.
 
     Args:
@@ -263,6 +274,7 @@ def restart(path: Path, options: CompileOptions, dump: Path) -> Path:
             `.linalg.mlir`).
         options: flags and parameter count.
         dump: folder for the products.
+        toolchain: where the stages run, with which limits.
 
     Returns:
         The last product.
@@ -278,7 +290,7 @@ def restart(path: Path, options: CompileOptions, dump: Path) -> Path:
     dump.mkdir(parents=True, exist_ok=True)
     value: Any = path.read_text()
     for stage in STAGES[done + 1 :]:
-        value = run_stage(stage, value, options, dump=dump)
+        value = run_stage(stage, value, options, toolchain, dump)
     return dump / product_name(STAGES[-1])
 
 

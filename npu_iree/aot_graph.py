@@ -73,17 +73,11 @@ class AotGraph:
             NotCompiledError: it would have to be compiled, and may not be.
             NpuIreeError: all else that `compile_graph` raises.
         """
-        is_on_npu = graphs.is_any_on_npu(graph_module)
-        views = ReturnedViews.taken_out(graph_module, self.views, of_results=is_on_npu)
-        if is_on_npu:
-            graphs.make_device_free(graph_module)
-        captured = capture_aot(graph_module, self.weights, self.names, self.kind)
-        written, captured = captured.written, graphs.placed(captured)
-        donated = self.donated
-        captured = replace(captured, donated=frozenset(captured.inputs[i] for i in donated.names))
+        taken = self.take(graph_module)
+        captured, donated = taken.captured, self.donated
         loaded: Runner | None = None
         every: Runner | SharedGraph | None = None
-        runner: Callable[[list[Any]], list[Any]]
+        runner: Callable[[list[Any]], Sequence[Any]]
         with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
             try:
                 loaded = compile_graph(captured, self.options, cause, caller)
@@ -92,20 +86,60 @@ class AotGraph:
             except NotCompiledError as error:
                 if self.options.compile != "eager":
                     raise
-                log.warning(
-                    "a graph runs on PyTorch's CPU kernels, as compile='eager' says: %s", error
-                )
-                runner = captured.eager()
-        if captured.handles or captured.kept or views is not None:
-            every = None
+                log.warning("a graph runs on PyTorch's CPU kernels: %s", error.missing)
+                runner = graphs.eager_runner(captured)
+        is_direct = not (captured.handles or captured.kept or taken.views)
+        run = taken.run_by(runner, donated, self.returned)
+        return LoadedGraph(run, loaded, every if is_direct else None)
+
+    def take(self, graph_module: fx.GraphModule) -> TakenGraph:
+        """Take the graph, which is changed, as what is compiled, and what is left to each call."""
+        is_on_npu = graphs.is_any_on_npu(graph_module)
+        views = ReturnedViews.taken_out(graph_module, self.views, of_results=is_on_npu)
+        if is_on_npu:
+            graphs.make_device_free(graph_module)
+        captured = capture_aot(graph_module, self.weights, self.names, self.kind)
+        written, captured = captured.written, graphs.placed(captured)
+        donated = frozenset(captured.inputs[i] for i in self.donated.names)
+        return TakenGraph(replace(captured, donated=donated), written, views)
+
+
+@dataclass(frozen=True)
+class TakenGraph:
+    """A graph as it is compiled, and what each call does beside running that.
+
+    Attributes:
+        captured: what is compiled.
+        written: the inputs that it writes to.
+        views: the results that are made of arguments, or of other results; None: no result is.
+    """
+
+    captured: CapturedGraph
+    written: Sequence[fx.Node]
+    views: ReturnedViews | None
+
+    def run_by(
+        self,
+        runner: Callable[[list[Any]], Sequence[Any]],
+        donated: Donated = NOTHING,
+        returned: int | None = None,
+    ) -> Callable[[list[Any]], list[Any]]:
+        """Return what AOTAutograd calls.
+
+        Args:
+            runner: runs what is compiled, or the graph in another way, on handles and CPU tensors.
+            donated: the inputs that a call gives away.
+            returned: as for `AotGraph`.
+        """
+        captured, views = self.captured, self.views
         if captured.handles or captured.kept:
-            runner = graphs.HandleRunner(runner, captured, written, donated, self.returned)
+            runner = graphs.HandleRunner(runner, captured, self.written, donated, returned)
 
         def run(args: list[Any]) -> list[Any]:
             return list(runner(args)) if views is None else views.run(runner, args)
 
         run._boxed_call = True  # type: ignore[attr-defined]
-        return LoadedGraph(run, loaded, every)
+        return run
 
 
 @dataclass(frozen=True)
@@ -146,7 +180,7 @@ def compile_graph(
     """
     number, started = next(_GRAPH_NUMBERS), time.perf_counter()
     counts: Counter[str] = Counter()
-    compiler = compiler_for(options, number, counts)
+    compiler = compiler_for(options, f"graph{number}", counts)
     try:
         compiled = compiler.compile(captured)
     finally:

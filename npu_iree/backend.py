@@ -49,10 +49,10 @@ def npu_iree(
         graph_module: the captured graph.
         example_inputs: its inputs, for shapes and dtypes.
         options: see `npu_iree.Options`.
-        mode: not used; PyTorch's modes belong to Inductor.
+        mode: None; PyTorch's modes belong to Inductor.
 
     Raises:
-        OptionError: an option does not exist or has a bad value.
+        OptionError: an option does not exist or has a bad value, or `mode` is given.
         UnsupportedOpError: `fallback="error"`, and the target cannot run some ops.
         VersionError: other versions of torch, torch-mlir or IREE are installed.
         ArtifactError: the bundle is damaged, or is not for this target or CPU.
@@ -71,20 +71,30 @@ def npu_iree(
         log.warning("a graph runs in eager: %s", told)
         return graph_module
     source = _Source.of(graph_module, example_inputs, parsed)
-    compile_aot = functools.partial(_compile_aot, parsed, source)
-    kinds = ("forward", "backward", "inference")
-    backend = aot_backend(parsed, *(functools.partial(compile_aot, kind=kind) for kind in kinds))
     try:
-        compiled: Callable[..., Any] = backend(graph_module, example_inputs)
+        return _compiled(graph_module, source, parsed)
+    finally:
+        source.inputs.clear()  # what compiles a backward pass later holds no tensors of the user's
+
+
+def _compiled(
+    graph_module: fx.GraphModule, source: _Source, options: Options
+) -> Callable[..., Any]:
+    """Compile a graph, and return what Dynamo calls."""
+    compile_aot = functools.partial(_compile_aot, options, source)
+    kinds = ("forward", "backward", "inference")
+    backend = aot_backend(options, *(functools.partial(compile_aot, kind=kind) for kind in kinds))
+    try:
+        compiled: Callable[..., Any] = backend(graph_module, list(source.inputs))
     except RuntimeError as error:
-        if _SHARED_MEMORY not in str(error) or parsed.fallback == "error":
+        if _SHARED_MEMORY not in str(error) or options.fallback == "error":
             raise
         log.warning("a graph runs in eager, since it writes to an expanded tensor: %s", error)
         return graph_module
     runner = source.inferred[-1] if source.inferred else None
-    if runner is not None and needs_no_wrapper(runner.plan, graph_module, example_inputs):
+    if runner is not None and needs_no_wrapper(runner.plan, graph_module, source.inputs):
         return runner
-    return compiled if is_precompiling() else _guarded(compiled, graph_module, source, parsed)
+    return compiled if is_precompiling() else _guarded(compiled, graph_module, source, options)
 
 
 def _elsewhere(inputs: Sequence[Any]) -> str:
@@ -118,10 +128,11 @@ class _Source:
     """Dynamo's side of a graph: AOTAutograd keeps the order of inputs, not names nor tensors.
 
     The cause is known while Dynamo compiles; a backward graph may be compiled at its first use.
-    `inferred` takes what runs the graph, if it is one without gradients, of host tensors.
+    `inputs` are there while it is compiled. `inferred` takes what runs the graph, if it is one
+    without gradients, of host tensors.
     """
 
-    inputs: tuple[Any, ...]
+    inputs: list[Any]
     names: tuple[str, ...]
     free_offsets: tuple[bool, ...]
     caller: bundles.Caller | None
@@ -137,7 +148,7 @@ class _Source:
             isinstance(v, torch.Tensor) and not isinstance(v.storage_offset(), int) for v in values
         )
         return cls(
-            inputs=tuple(inputs),
+            inputs=list(inputs),
             names=input_names(graph_module),
             free_offsets=tuple(free),
             caller=bundles.caller(),

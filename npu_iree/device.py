@@ -226,7 +226,8 @@ class Device:
     @property
     def is_free(self) -> bool:
         """Whether new work may start at once: nobody holds it, and nobody has ordered it."""
-        return not self._held and self.order is None and not self._is_of_parent
+        is_ordered = self.order is not None and bool(self.order())
+        return not self._held and not is_ordered and not self._is_of_parent
 
     def start_point(self, after: Timepoint | None = None) -> Timepoint:
         """Return the point from which new work may start: now, unless it is held or ordered."""

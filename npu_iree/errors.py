@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from lowering.capabilities import CapabilityError
 from lowering.errors import (
     ArtifactError,
+    ExportError,
     HostOp,
     InternalError,
     NotCompiledError,
     NpuIreeError,
     StageError,
     UnsupportedOpError,
+    WorkerStartError,
 )
 from lowering.kernels import KernelError
 from lowering.signature import Check
@@ -25,6 +27,7 @@ __all__ = [
     "DeviceError",
     "DeviceTimeoutError",
     "DonatedTensorError",
+    "ExportError",
     "HostCopyError",
     "HostOp",
     "IndexOutOfRangeError",
@@ -40,6 +43,7 @@ __all__ = [
     "UnsupportedOpError",
     "VerificationError",
     "VersionError",
+    "WorkerStartError",
 ]
 
 

@@ -235,8 +235,7 @@ class Function:
         function = executable._module.lookup_function(name)
         if function is None:
             raise ValueError(f"the module has no function {name[:80]!r}")
-        called = executable.artifact.name if name == ENTRY else name
-        self.work = Work(called, ops)
+        self.work = Work(executable.artifact.name if name == ENTRY else name, ops)
         self.declaration: str = function.reflection.get("iree.abi.declaration", "")
         self._executable = executable
         self._name = name

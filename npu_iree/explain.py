@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from lowering.capture import capture_aot
 from lowering.errors import HostOp
 from lowering.plan import Gather, Plan, Put
 from lowering.region import Region
 from npu_iree.aot import aot_backend
+from npu_iree.aot_graph import AotGraph
 from npu_iree.backend import input_names
 from npu_iree.options import Options
 from npu_iree.targets import Target
 from npu_iree.toolchain import compiler_for
+from npu_iree.torch_device.current import is_on_npu
+from npu_iree.torch_device.graphs import eager_runner, options_on_npu
 
 
 @dataclass(frozen=True)
@@ -115,29 +117,35 @@ def explain(
     Raises:
         OptionError: an option does not exist or has a bad value.
     """
-    parsed = Options.parse({**(options or {}), "fallback": "host"})
+    asked = {**(options or {}), "fallback": "host"}
+    Options.parse(asked)
     found = Explanation()
 
-    def plan(names: Sequence[str], graph_module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        captured = capture_aot(graph_module, names=names if len(names) == len(inputs) else ())
+    def plan(graph: AotGraph, graph_module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        known = graph if len(graph.names) == len(inputs) else replace(graph, names=())
+        taken = known.take(graph_module)
         with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
-            _, schedule = compiler_for(parsed).plan(captured)
-        found.graphs.append(GraphExplanation(schedule, parsed.target_value))
-        run = captured.eager()
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+            _, schedule = compiler_for(graph.options).plan(taken.captured)
+        found.graphs.append(GraphExplanation(schedule, graph.options.target_value))
+        return taken.run_by(eager_runner(taken.captured))
 
     def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         reason = getattr(graph_module, "compile_subgraph_reason", None)
         if reason is not None and reason.graph_break:
             found.graph_breaks.append(_break_text(reason))
-        compiler = functools.partial(plan, input_names(graph_module))
-        backward = functools.partial(plan, ())
-        made = aot_backend(parsed, compiler, backward, compiler)
+        parsed = options_on_npu(asked) if any(map(is_on_npu, inputs)) else Options.parse(asked)
+        names = {"forward": input_names(graph_module), "inference": input_names(graph_module)}
+        compilers = (
+            functools.partial(plan, AotGraph(options=parsed, kind=kind, names=names.get(kind, ())))
+            for kind in ("forward", "backward", "inference")
+        )
+        made = aot_backend(parsed, *compilers)
         compiled: Callable[..., Any] = made(graph_module, inputs)
         return compiled
 
-    torch.compile(model, backend=backend)(*args, **kwargs)
+    # In a Dynamo cache of its own: a function has few places in the one that it is compiled into.
+    isolated = torch.compile(model, backend=backend, isolate_recompiles=True)  # type: ignore[call-overload]
+    isolated(*args, **kwargs)
     return found
 
 

@@ -221,7 +221,7 @@ def _positive(name: str, value: Any) -> float:
 
 
 def _bytes(name: str, value: Any) -> int:
-    if not math.isfinite(_positive(name, value)):
+    if not math.isfinite(_positive(name, value)) or value < 1:
         raise OptionError(f"option {name!r} is a number of bytes, not {value!r}")
     return int(value)
 

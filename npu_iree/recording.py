@@ -52,7 +52,9 @@ class Timeline:
             return
         span = Span(point.work.name, now)
         self.spans.append(span)
-        watcher = threading.Thread(target=_watch, args=(span, point, tuple(point._after)))
+        watcher = threading.Thread(
+            target=_watch, args=(span, point, tuple(point._after)), daemon=True
+        )
         self._watchers.append(watcher)
         watcher.start()
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import logging
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from typing import Any, Literal
 
+from lowering.rewrites import FORMS, RULES
 from lowering.target import Candidate, Choice, CompileTarget
 from npu_iree.errors import TargetError
 
@@ -76,6 +78,12 @@ class Target:
             "max_in_flight and max_in_flight_bytes are above 0": (
                 min(self.max_in_flight, self.max_in_flight_bytes) > 0
             ),
+            **_known("a rewrite", self.compile.rewrites, {*RULES, *FORMS}),
+            **_known(
+                "a candidate of its choices",
+                (name for choice in self.compile.choices for name in choice.candidates),
+                {candidate.name for candidate in self.compile.candidates},
+            ),
         }
         for claim, is_true in claims.items():
             if not is_true:
@@ -85,6 +93,12 @@ class Target:
     def name(self) -> str:
         """The target's name."""
         return self.compile.name
+
+
+def _known(what: str, names: Iterable[str], known: Collection[str]) -> dict[str, bool]:
+    """Return what is claimed of names: that they are known."""
+    listed = ", ".join(sorted(known)) or "none"
+    return {f"{name!r} is {what}; there are: {listed}": name in known for name in names}
 
 
 # `iree-compile --iree-opt-level=O2` would set this, too; in a session, that does nothing (3.13).

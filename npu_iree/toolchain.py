@@ -25,12 +25,14 @@ from npu_iree.versions import VERIFIED
 from npu_iree.workers import compile_service
 
 
-def compiler_for(options: Options, number: int = 0, counts: Counter[str] | None = None) -> Compiler:
+def compiler_for(
+    options: Options, folder: str = "graph0", counts: Counter[str] | None = None
+) -> Compiler:
     """Return what plans and compiles graphs under these options.
 
     Args:
         options: of one `torch.compile` call.
-        number: of the graph, for the names of its dumps.
+        folder: of the graph's dumps.
         counts: what it does is added up here.
     """
     settings, target = Settings.read(), options.target_value
@@ -55,7 +57,7 @@ def compiler_for(options: Options, number: int = 0, counts: Counter[str] | None 
         bundle=open_bundle(options.bundle, target.name) if options.bundle else None,
         cache=cache,
         may_compile=options.compile == "if_missing",
-        dump=settings.dump / f"graph{number}" if settings.dump else None,
+        dump=settings.dump / folder if settings.dump else None,
         counts=Counter() if counts is None else counts,
         tuning=tuning_for(options.tune, target),
     )

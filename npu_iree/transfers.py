@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -80,16 +81,17 @@ class Ledger:
 
 @dataclass
 class _Budget:
-    limits: dict[str, int]
+    limits: Mapping[str, int]
+    spent: Counter[str] = field(default_factory=Counter)
 
     def charge(self, transfer: Transfer) -> None:
         if transfer.mode == "aliased" or transfer.kind not in self.limits:
             return
         limit = self.limits[transfer.kind]
-        if limit <= 0:
+        if self.spent[transfer.kind] >= limit:
             name = "waits" if transfer.kind == "wait" else transfer.kind
-            raise HostCopyError(transfer, f"{name}=...")
-        self.limits[transfer.kind] = limit - 1
+            raise HostCopyError(transfer, f"{name}={limit}")
+        self.spent[transfer.kind] += 1
 
 
 # What is told of each transfer: budgets, which may forbid it, then ledgers.

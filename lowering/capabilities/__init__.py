@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx
 
 from lowering.digest import text_digest
-from lowering.dtypes import DTYPE_NAMES, dtype_name
+from lowering.dtypes import DTYPE_NAMES, DTYPES, dtype_name
 from lowering.errors import NpuIreeError
 from lowering.sizes import is_static
 
@@ -144,35 +146,64 @@ def load_capabilities(name: str) -> Capabilities:
             if path.is_absolute()
             else (resources.files("lowering.capabilities") / name).read_text()
         )
-        table = tomllib.loads(text)
-        return Capabilities(
-            source=name,
-            ops={op: frozenset(dtypes) for op, dtypes in table.get("ops", {}).items()},
-            host=dict(table.get("host", {})),
-            limits=tuple(_limit(row) for row in table.get("limits", ())),
-        )
-    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        return _table(name, tomllib.loads(text))
+    except (OSError, ValueError, TypeError) as error:  # of TOML, too
         raise CapabilityError(f"cannot read the capability table {name!r}: {error}") from error
 
 
-def _limit(row: Mapping[str, object]) -> Limit:
-    unknown = set(row) - {"ops", "dtypes", "empty", "scalar", "dynamic", "longer_than", "reason"}
-    if unknown:
-        raise KeyError(f"unknown key {sorted(unknown)} in [[limits]]")
-    ops, dtypes = row.get("ops", ()), row.get("dtypes", ())
-    if not isinstance(ops, (list, tuple)) or not isinstance(dtypes, (list, tuple)):
-        raise TypeError("ops and dtypes of a limit are lists")
+def _table(source: str, table: Mapping[str, Any]) -> Capabilities:
+    """Make a table of what a file says.
+
+    Raises:
+        ValueError: it says what we do not understand.
+    """
+    _refuse_unknown("section", table, ("ops", "host", "limits"))
+    for section, kind in (("ops", dict), ("host", dict), ("limits", list)):
+        if not isinstance(table.get(section, kind()), kind):
+            raise ValueError(f"{section!r} is no {'list of tables' if kind is list else 'table'}")
+    ops, host = table.get("ops", {}), table.get("host", {})
+    for op, reason in host.items():
+        if not isinstance(reason, str):
+            raise ValueError(f"[host] gives the reason for {op!r} as text, not {reason!r}")
+    return Capabilities(
+        source=source,
+        ops={op: _names(f"[ops] {op!r}", dtypes, DTYPES) for op, dtypes in ops.items()},
+        host=dict(host),
+        limits=tuple(_limit(row, {*ops, *host}) for row in table.get("limits", ())),
+    )
+
+
+def _names(where: str, names: object, known: Iterable[str]) -> frozenset[str]:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{where} is a list of names, not {names!r}")
+    _refuse_unknown(where, names, known)
+    return frozenset(names)
+
+
+def _refuse_unknown(where: str, names: Iterable[str], known: Iterable[str]) -> None:
+    known = list(known)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f", did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{where}: unknown {name!r}{hint}")
+
+
+def _limit(row: Mapping[str, Any], known_ops: Iterable[str]) -> Limit:
+    _refuse_unknown("a key of [[limits]]", row, (field.name for field in fields(Limit)))
+    if not isinstance(row.get("reason"), str):
+        raise ValueError(f"a limit without a reason in [[limits]]: {dict(row)}")
     longer_than = row.get("longer_than")
     if longer_than is not None and not isinstance(longer_than, int):
-        raise TypeError("longer_than of a limit is a number of elements")
+        raise ValueError("longer_than of a limit is a number of elements")
     return Limit(
-        ops=frozenset(ops),
-        dtypes=frozenset(dtypes),
+        ops=_names("ops of [[limits]]", row.get("ops", []), known_ops),
+        dtypes=_names("dtypes of [[limits]]", row.get("dtypes", []), DTYPES),
         empty=bool(row.get("empty", False)),
         scalar=bool(row.get("scalar", False)),
         dynamic=bool(row.get("dynamic", False)),
         longer_than=longer_than,
-        reason=str(row["reason"]),
+        reason=row["reason"],
     )
 
 

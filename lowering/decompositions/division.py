@@ -48,7 +48,7 @@ def true_divide(x: Operand, y: Operand) -> Any:
     if not any(isinstance(v, torch.Tensor) and v.dtype is _UNSIGNED for v in (x, y)):
         return _UNCHANGED
     dtype = torch.result_type(x, y)
-    if not dtype.is_floating_point:
+    if not dtype.is_floating_point and not dtype.is_complex:
         dtype = torch.get_default_dtype()
     return torch.div(*(v.to(dtype) if isinstance(v, torch.Tensor) else v for v in (x, y)))
 

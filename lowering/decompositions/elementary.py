@@ -221,6 +221,8 @@ def _largest_and(
     a: torch.Tensor, b: torch.Tensor, rest: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """Add to the largest what the other leaves, by how much it is less."""
+    dtype = torch.result_type(a, b)
+    a, b = a.to(dtype), b.to(dtype)
     largest = torch.maximum(a, b)
     added = largest + rest(-torch.abs(a - b))
     return torch.where(torch.abs(largest) == math.inf, largest, added)

@@ -106,12 +106,14 @@ def _widening(
 
 
 def _half(leaves: list[Any]) -> torch.dtype | None:
-    """Return the half that an op is computed in: a float without dimensions is a number beside it.
+    """Return the half that an op of floats is computed in: one of no dimensions is a number beside.
 
     Source: https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion-doc.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     floats = [t for t in tensors if t.is_floating_point()]
+    if any(isinstance(leaf, complex) for leaf in leaves) or any(t.is_complex() for t in tensors):
+        return None
     of_dimensions = {t.dtype for t in floats if t.dim()} or {t.dtype for t in floats}
     if len(of_dimensions) != 1:
         return None

@@ -82,8 +82,28 @@ def _product(base: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def ldexp(x: torch.Tensor, exponent: torch.Tensor) -> Any:
-    """Decompose `aten.ldexp`: a product with a power, which torch-mlir computes in halves."""
-    return x * torch.pow(2.0, exponent)
+    """Decompose `aten.ldexp`: a product with a power, which torch-mlir computes in halves.
+
+    A float by a whole number is exact, and as large as its own dtype can say, though the power
+    alone may be too large for that: it is multiplied by a third of it three times.
+    """
+    if not x.is_floating_point() or exponent.is_floating_point() or exponent.is_complex():
+        return x * torch.pow(2.0, exponent)
+    wide = torch.float64 if x.dtype is torch.float64 else torch.float32
+    bits = math.frexp(torch.finfo(wide).max)[1].bit_length() - 1
+    most = 3 * (2**bits - 2)  # beyond it all is 0 or infinite
+    whole = torch.clamp(exponent.to(torch.int64), -most, most)
+    third = torch.div(whole, 3, rounding_mode="floor")
+    power, rest = (_power_of_two(n, bits, wide) for n in (third, whole - 2 * third))
+    return (x.to(wide) * power * power * rest).to(x.dtype)
+
+
+def _power_of_two(whole: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
+    """Multiply two, to the power of whole numbers of so many bits, from its squares."""
+    size, power = whole.abs(), torch.ones_like(whole, dtype=dtype)
+    for bit in range(bits):
+        power = torch.where((size >> bit) % 2 == 1, power * 2.0 ** (2**bit), power)
+    return torch.where(whole < 0, 1 / power, power)
 
 
 DECOMPOSITIONS = {

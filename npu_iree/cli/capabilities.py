@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -34,11 +34,13 @@ class Row:
         op: its name with the overload.
         dtypes: in which it runs on the device, in the order of `lowering.dtypes`.
         host: what it does not run on, and why; empty if there is nothing to say.
+        limits: the cases that it does not run.
     """
 
     op: str
     dtypes: tuple[str, ...]
     host: str
+    limits: tuple[Limit, ...] = ()
 
     @property
     def text(self) -> tuple[str, str, str]:
@@ -79,10 +81,10 @@ def diff(
     if not changed:
         console.print("the tables say the same")
         return
-    lost = {op for op, a, b in changed if set(a.dtypes) - set(b.dtypes)}
+    lost = {op for op, a, b in changed if _runs_less(a, b)}
     rows = [(op, *_change(a, b)) for op, a, b in changed]
     _print(("op", "lost", "gained", "on the host, before", "after"), rows)
-    console.print(f"{len(changed)} ops differ; {len(lost)} run in fewer dtypes")
+    console.print(f"{len(changed)} ops differ; {len(lost)} run in fewer dtypes or cases")
     if lost:
         raise SystemExit(1)
 
@@ -117,13 +119,29 @@ def markdown(name: str, rows: Sequence[Row]) -> str:
 def _row(op: str, capabilities: Capabilities) -> Row:
     if reason := capabilities.host.get(op):
         return Row(op, (), reason)
-    dtypes = tuple(name for name in DTYPES if name in capabilities.ops[op])
-    limits = [limit.reason for limit in capabilities.limits if _is_of(limit, op)]
-    return Row(op, dtypes, "; ".join(limits))
+    limits = [limit for limit in capabilities.limits if not limit.ops or op in limit.ops]
+    never = {name for limit in limits if _is_always(limit) for name in limit.dtypes or DTYPES}
+    dtypes = tuple(name for name in DTYPES if name in capabilities.ops[op] - never)
+    return Row(op, dtypes, "; ".join(limit.reason for limit in limits), tuple(limits))
 
 
-def _is_of(limit: Limit, op: str) -> bool:
-    return not limit.ops or op in limit.ops
+def _is_always(limit: Limit) -> bool:
+    """Say whether a limit is one of dtypes alone, whatever the shapes."""
+    return not (limit.empty or limit.scalar or limit.dynamic or limit.longer_than is not None)
+
+
+def _runs_less(before: Row, after: Row) -> bool:
+    """Say whether a row has fewer dtypes than before, or a limit that no limit before had in it."""
+    is_new = (not any(_is_in(limit, old) for old in before.limits) for limit in after.limits)
+    return bool(set(before.dtypes) - set(after.dtypes)) or (bool(before.dtypes) and any(is_new))
+
+
+def _is_in(limit: Limit, other: Limit) -> bool:
+    """Say whether what a limit covers of an op is covered by another one."""
+    alike = replace(limit, ops=other.ops, longer_than=other.longer_than, reason=other.reason)
+    if other.longer_than is None or limit.longer_than is None:
+        return alike == other and other.longer_than is limit.longer_than
+    return alike == other and other.longer_than <= limit.longer_than
 
 
 def _change(before: Row, after: Row) -> tuple[str, str, str, str]:

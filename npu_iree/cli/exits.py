@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from lowering.errors import ExportError
 from npu_iree.errors import (
     ArgumentError,
     ArtifactError,
     DeviceError,
+    ExportError,
     NpuIreeError,
     OptionError,
     SourceError,

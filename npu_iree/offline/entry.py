@@ -61,6 +61,11 @@ class LoadedEntry:
         self._is_stateful = bool(self._written) or any(s.kind == "state" for s in used)
         self._check()
 
+    @property
+    def work_name(self) -> str:
+        """What a call is called in a timeline."""
+        return self._function.work.name
+
     def _check(self) -> None:
         """Check that the parts of the manifest are of one another.
 

@@ -34,11 +34,11 @@ def write_from_ir(file: Path, path: str | os.PathLike[str], options: BuildOption
         SourceError: no stage continues from such a file, or a function takes something else.
         StageError: a stage failed.
     """
-    target = options.compiler.builder.target
-    flags = target.flag_sets_for(extra=options.flags)[0]
+    builder = options.compiler.builder
+    flags = builder.target.flag_sets_for(extra=options.flags)[0]
     with tempfile.TemporaryDirectory(prefix="npu-iree-") as scratch:
         try:
-            product = restart(file, CompileOptions(flags=flags), Path(scratch))
+            product = restart(file, CompileOptions(flags=flags), Path(scratch), builder.toolchain)
         except (ValueError, OSError) as error:
             raise SourceError(f"cannot compile {file}: {error}") from error
         except StageError as error:  # its folder is about to go

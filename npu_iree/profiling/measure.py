@@ -76,7 +76,7 @@ def measure(
     tell("timing calls")
     call_s = _call_s(function, leaves, calls)
     tell("watching the host")
-    host = watch_host(program.path.name, function, leaves)
+    host = watch_host(function, leaves)
     tell("recording the device")
     manifest = program.manifest
     beside = program.path.parent / manifest.parameter_file if manifest.parameter_file else None
@@ -101,7 +101,7 @@ def measure(
     return Measured(profile, host, recorded)
 
 
-def watch_host(program: str, function: LoadedEntry, leaves: Sequence[Any]) -> HostCalls:
+def watch_host(function: LoadedEntry, leaves: Sequence[Any]) -> HostCalls:
     """Make some calls, and note what they submit and what crosses."""
     calls = []
     with record_timeline() as timeline, record_transfers() as ledger:
@@ -109,7 +109,7 @@ def watch_host(program: str, function: LoadedEntry, leaves: Sequence[Any]) -> Ho
             started = time.perf_counter()
             function.call_flat(leaves)
             calls.append((started, time.perf_counter()))
-    return HostCalls(program, tuple(calls), tuple(timeline.spans), tuple(ledger.entries))
+    return HostCalls(function.work_name, tuple(calls), tuple(timeline.spans), tuple(ledger.entries))
 
 
 def _call_s(function: LoadedEntry, leaves: Sequence[Any], calls: int) -> float:

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from lowering.capture import CapturedGraph, attribute
 from lowering.region import memory_order
+from lowering.signature import inverse
 from lowering.sizes import size_hint
 from npu_iree.array import DeviceArray
 from npu_iree.border import LARGE_BYTES, SMALL_BYTES
@@ -100,6 +101,33 @@ def placed(captured: CapturedGraph) -> CapturedGraph:
     return replace(captured, handles=handles, kept=kept, written=())
 
 
+def eager_runner(captured: CapturedGraph) -> Callable[[list[Any]], list[Any]]:
+    """Return what runs a graph with PyTorch's CPU kernels.
+
+    It takes its arguments out of their list, as a `Runner` does, and waits for handles.
+    """
+    run = captured.eager()
+    if not captured.handles:
+        return run
+    backs = [inverse(_order(n)) if n in captured.handles else None for n in captured.inputs]
+
+    def run_on_host(args: list[Any]) -> list[Any]:
+        arrays = [arg for arg in args if isinstance(arg, DeviceArray)]
+        fetched = iter(device().gather(arrays))
+        given = [
+            next(fetched).permute(back) if back is not None else arg
+            for arg, back in zip(args, backs, strict=True)
+        ]
+        args.clear()
+        return run(given)
+
+    return run_on_host
+
+
+def _order(node: fx.Node) -> tuple[int, ...]:
+    return memory_order(node.meta["val"])
+
+
 class HandleRunner:
     """A runner for "npu" tensors: takes the handles out of them, and puts results into new ones."""
 
@@ -123,11 +151,9 @@ class HandleRunner:
         self._runner = runner
         self._donated = donated
         self._written = [captured.inputs.index(node) for node in written]
-        self._orders = [
-            memory_order(n.meta["val"]) if n in captured.handles else None for n in captured.inputs
-        ]
+        self._orders = [_order(n) if n in captured.handles else None for n in captured.inputs]
         self._outputs: list[tuple[tuple[int, ...], torch.dtype] | None] = [
-            (memory_order(o.meta["val"]), o.meta["val"].dtype)
+            (_order(o), o.meta["val"].dtype)
             if isinstance(o, fx.Node) and o in captured.kept
             else None
             for o in captured.outputs

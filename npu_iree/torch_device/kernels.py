@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import threading
@@ -42,6 +43,8 @@ from npu_iree.torch_device.kept import Kept
 
 log = logging.getLogger(__name__)
 _LOCK = threading.Lock()
+_NUMBERS = itertools.count()
+_MOST_KERNELS = 256  # of one family; the disk has the others
 _KEPT_BOUNDS = 1024  # of one kernel; a shape that is forgotten is worked out again
 
 
@@ -149,7 +152,7 @@ class Family:
         name: of the op.
         is_ours: our own code, of which we know that it is right whatever the capability table says
             of its ops.
-        kernels: those there are.
+        kernels: those that are loaded, the last used first.
         refused: why there are no more.
         results: how the results of an op's call come; None before a kernel has been made.
     """
@@ -173,8 +176,9 @@ class Family:
             NoKernelError: the call cannot be compiled for the device.
         """
         with self.lock:
-            for kernel in self.kernels:
+            for i, kernel in enumerate(self.kernels):
                 if bound := kernel.bind(arguments):
+                    self.kernels.insert(0, self.kernels.pop(i))
                     return bound
             if self.refused:
                 raise NoKernelError(self.refused)
@@ -182,7 +186,8 @@ class Family:
             bound = kernel.bind(arguments)
             if bound is None:
                 raise NoKernelError("what its trace assumes is not so")
-            self.kernels.append(kernel)
+            self.kernels[_MOST_KERNELS - 1 :] = []  # the least recently used
+            self.kernels.insert(0, kernel)
             if isinstance(function, Computation):
                 self.results = function.results
             return bound
@@ -233,7 +238,8 @@ def make_kernel(
         if dtype not in DTYPE_NAMES:
             raise NoKernelError(f"no device buffer holds {dtype}")
     counts: Counter[str] = Counter()
-    compiler = compiler_for(Options(target=target.name), counts=counts)
+    folder = f"eager/{next(_NUMBERS)}"
+    compiler = compiler_for(Options(target=target.name), folder, counts)
     host_ops = [] if is_ours else graph.host_ops(compiler.capabilities)
     if host_ops:
         raise NoKernelError(f"{host_ops[0].op}: {host_ops[0].reason}")

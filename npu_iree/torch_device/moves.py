@@ -6,6 +6,7 @@ index of each geometry is made once; one kernel of each element size serves all 
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -32,6 +33,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WIDEST = 16
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 _INDICES: OrderedDict[_Geometry, DeviceArray] = OrderedDict()
+_INDICES_LOCK = threading.Lock()
 
 
 def read(tensor: torch.Tensor, order: tuple[int, ...] | None = None) -> DeviceArray:
@@ -183,17 +185,19 @@ def _whole_storage(tensor: torch.Tensor, nbytes: int) -> DeviceArray:
 def _index(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> DeviceArray:
     """Return the places of a view's elements in its storage, in the order of its dimensions."""
     key = (shape, strides, offset)
-    if key in _INDICES:
-        _INDICES.move_to_end(key)
-        return _INDICES[key]
+    with _INDICES_LOCK:
+        if key in _INDICES:
+            _INDICES.move_to_end(key)
+            return _INDICES[key]
     places = torch.tensor(offset)
     for d, (size, stride) in enumerate(zip(shape, strides, strict=True)):
         steps = torch.arange(size) * stride
         places = places + steps.view([-1] + [1] * (len(shape) - 1 - d))
     index = put_dense(places.reshape(-1), "an index", is_ours=True, is_kept=True)
-    _INDICES[key] = index
-    while len(_INDICES) > 1 and sum(i.nbytes for i in _INDICES.values()) > _INDEX_BYTES:
-        _INDICES.popitem(last=False)
+    with _INDICES_LOCK:
+        _INDICES[key] = index
+        while len(_INDICES) > 1 and sum(i.nbytes for i in _INDICES.values()) > _INDEX_BYTES:
+            _INDICES.popitem(last=False)
     return index
 
 

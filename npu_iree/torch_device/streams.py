@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from npu_iree.errors import DeviceError
+from npu_iree.errors import DeviceError, NpuIreeError
 from npu_iree.timeline import Timepoint
 from npu_iree.torch_device.current import device
 
@@ -15,7 +15,23 @@ from npu_iree.torch_device.current import device
 class Event:
     """The point at which everything that had been submitted when it was recorded has ended."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> None:
+        """Make one that is not recorded yet, and so is reached.
+
+        Args:
+            enable_timing: False.
+            blocking: whether waiting for it gives the CPU away, which it always does.
+            interprocess: False.
+
+        Raises:
+            NpuIreeError: the device's events measure no time, and are of one process.
+        """
+        if enable_timing:
+            raise NpuIreeError("events of npu measure no time; npu_iree.record_timeline() does")
+        if interprocess:
+            raise NpuIreeError("events of npu are of one process")
         self._points: tuple[Timepoint, ...] = ()
 
     def record(self, stream: Stream | None = None) -> None:
@@ -45,12 +61,20 @@ class Stream:
     """Calls submitted while it is current start after the events that it was told to wait for.
 
     The device runs what does not depend on each other at the same time, on any stream; data alone
-    orders calls, and events where that is not enough.
+    orders calls, and events where that is not enough. In a `with` block, it is current.
     """
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         self.device_index = 0
         self._points: tuple[Timepoint, ...] = ()
+
+    def __enter__(self) -> Stream:
+        _before().append(current_stream())
+        set_stream(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        set_stream(_before().pop())
 
     def points(self) -> Sequence[Timepoint]:
         """Return what work that is submitted now has to wait for: what has not ended yet."""
@@ -112,12 +136,12 @@ def set_stream(stream: Stream) -> None:
     _CURRENT.stream = stream
 
 
-@contextlib.contextmanager
-def stream(stream: Stream | None) -> Iterator[None]:
-    """Submit the calls of a block to a stream."""
-    before = current_stream()
-    set_stream(stream or before)
-    try:
-        yield
-    finally:
-        set_stream(before)
+def stream(stream: Stream | None) -> Stream:
+    """Return what submits the calls of a `with` block to a stream; None: to the current one."""
+    return stream or current_stream()
+
+
+def _before() -> list[Stream]:
+    """Return what was current before the blocks that this thread is in."""
+    stack: list[Stream] = _CURRENT.__dict__.setdefault("before", [])
+    return stack

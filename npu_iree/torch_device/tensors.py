@@ -212,15 +212,18 @@ def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Te
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     kept = 1 - p
-    mask = torch.empty(x.shape, dtype=torch.bool).bernoulli_(kept).to(x.device)
+    mask = torch.empty_like(x, dtype=torch.bool, device="cpu").bernoulli_(kept).to(x.device)
     return (x * mask * (1 / kept) if kept else x * 0), mask
 
 
 def _draw(op: Any) -> Callable[..., Any]:
-    """Fill a tensor with random numbers of PyTorch's generator: they go to the device, no wait."""
+    """Fill a tensor with random numbers of PyTorch's generator: they go to the device, no wait.
+
+    They are drawn in the order of its memory, as for a tensor of the CPU.
+    """
 
     def draw(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype)
+        host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         _put_into(op(host, *args, **kwargs), tensor)
         return tensor
 

@@ -62,3 +62,16 @@ def test_a_filter_that_is_no_expression_is_a_usage_error() -> None:
     done = run("show", "--filter", "(")
     assert done.exit_code == 2
     assert "no regular expression" in done.output
+
+
+ADD = '[ops]\n"aten.add.Tensor" = ["f32", "i64"]\n[[limits]]\nreason = "r"\n'
+
+
+def test_diff_of_a_new_limit_fails_and_of_a_wider_one_passes(tmp_path: Path) -> None:
+    long, longer = (table(tmp_path, f"l{n}", f"{ADD}longer_than = {n}\n") for n in (10, 20))
+    never = table(tmp_path, "never", f'{ADD}dtypes = ["i64"]\n')
+    empty = table(tmp_path, "empty", f"{ADD}empty = true\n")
+    assert [run("diff", long, other).exit_code for other in (longer, never, empty)] == [0, 1, 1]
+    assert run("diff", longer, long).exit_code == 1
+    (row,) = json.loads(run("show", never, "--format", "json").stdout)
+    assert row["dtypes"] == ["f32"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -275,3 +277,33 @@ def test_views_of_results_lie_in_them_wherever_sizes_put_them() -> None:
         part, *_, whole, _ = compiled(x.to(NPU), torch.tensor(3.0, device=NPU))
         part.zero_()
         assert whole.cpu()[-1].tolist() == [0, 0]
+
+
+def test_what_may_not_be_compiled_runs_on_the_cpu_and_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counts: Counter[str]
+) -> None:
+    def function(x: torch.Tensor, total: torch.Tensor, w: torch.Tensor) -> tuple[Any, ...]:
+        total.add_(x.sum())
+        y = x.t() @ w
+        return y.square().sum(), y[1:], total * 2
+
+    monkeypatch.setenv("NPU_IREE_CACHE", str(tmp_path))
+    compiled = torch.compile(function, backend="npu_iree", options={"compile": "eager"})
+    x, found = torch.randn(4, 3).t(), []
+    for run, device in ((function, "cpu"), (compiled, NPU)):
+        total = torch.zeros(2, device=device)
+        w = torch.ones(3, 5, device=device, requires_grad=True)
+        results = run(x.to(device), total, w)
+        results[0].backward()
+        assert w.grad is not None
+        assert {r.device.type for r in results} == {device}
+        found.append([*(r.detach().cpu() for r in (*results, total)), w.grad.cpu()])
+    assert_same(found[1], found[0])
+    assert counts["compiles"] == 0
+
+
+def test_explain_tells_what_crosses() -> None:
+    told = npu_iree.explain(lambda x: torch.relu(x @ x) + 1, torch.randn(4, 4, device=NPU))
+    assert (len(told.regions), told.graphs[0].transfers) == (1, [])
+    told = npu_iree.explain(lambda x: torch.median(x) + x, torch.randn(4, 4, device=NPU))
+    assert told.graphs[0].transfers == [("d2h", "x"), ("h2d", "median")]

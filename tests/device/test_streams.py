@@ -93,6 +93,21 @@ def test_a_stream_is_current_in_one_thread(gate: Gate) -> None:
     assert torch.npu.current_stream() is torch.npu.default_stream()
 
 
+def test_a_stream_is_current_in_its_block_and_free_afterwards(device: Device) -> None:
+    one, other = torch.npu.Stream(), torch.npu.Stream()
+    one.wait_stream(other)
+    with one, other:
+        assert torch.npu.current_stream() is other
+    assert torch.npu.current_stream() is torch.npu.default_stream()
+    torch.npu.synchronize()
+    assert device.is_free, "calls may run in this thread again"
+
+
+def test_events_that_would_measure_time_are_refused() -> None:
+    with pytest.raises(npu_iree.NpuIreeError, match="record_timeline"):
+        torch.npu.Event(enable_timing=True)
+
+
 def test_a_copy_to_the_host_comes_after_the_event(gate: Gate) -> None:
     a = torch.ones(3, device=NPU)
     stream = torch.npu.Stream()

@@ -196,6 +196,27 @@ def test_random_numbers_are_those_of_the_cpu() -> None:
         torch.testing.assert_close(other, one)
 
 
+LAYOUTS: dict[str, Callable[[str], torch.Tensor]] = {
+    "channels last": lambda where: torch.ones(2, 3, 4, 4, device=where).to(
+        memory_format=torch.channels_last
+    ),
+    "transposed": lambda where: torch.ones(20, 5, device=where).t(),
+    "with gaps": lambda where: torch.ones(6, 8, device=where)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_random_numbers_are_drawn_in_the_order_of_memory(layout: str) -> None:
+    drawn = {}
+    for where in ("cpu", "npu"):
+        torch.manual_seed(5)
+        fills = [LAYOUTS[layout](where).uniform_(), LAYOUTS[layout](where).normal_()]
+        dropped = torch.nn.functional.dropout(LAYOUTS[layout](where), 0.3)
+        drawn[where] = [t.cpu() for t in (*fills, dropped)]
+    for one, other in zip(drawn["cpu"], drawn["npu"], strict=True):
+        torch.testing.assert_close(other, one)
+
+
 def test_generator_state_is_saved_and_restored() -> None:
     state = torch.npu.get_rng_state()
     with torch.random.fork_rng(device_type="npu"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -21,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowering.cache import FORMAT, ArtifactCache, Entry
+from lowering.denials import Denial, DenialRecord
 from lowering.key import CacheKey
 from npu_iree.runner import Runner
 from programs.cases import CASES, is_right
@@ -297,6 +299,25 @@ def test_a_damaged_entry_is_rebuilt(
     assert Entry.from_bytes(path.read_bytes()) == Entry.from_bytes(good)
     assert is_right("f32")
     assert counts["cache_hits"] == 1
+
+
+def test_what_cannot_be_read_just_now_stays(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(path: Path, *_: Any) -> bytes:
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+    cache, record = ArtifactCache(folder), DenialRecord(folder / "denials.json")
+    cache.store(key_of(1), entry_of(key_of(1)))
+    record.add([Denial(program="p", op="o", target="t", reason="r")])
+    with monkeypatch.context() as patch:
+        for name in ("read_bytes", "read_text"):
+            patch.setattr(Path, name, fail)
+        assert cache.load(key_of(1)) is None
+        record.add([Denial(program="q", op="o", target="t", reason="r")])
+    assert "cannot be read: [Errno 24]" in caplog.text
+    assert cache.load(key_of(1)) is not None
+    assert list(record.read()) == ["p"]
 
 
 def test_an_entry_with_another_ones_bytes_is_rebuilt(folder: Path, counts: Counter[str]) -> None:

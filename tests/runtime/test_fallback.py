@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
+import npu_iree
 from either import LOCAL_FIRST
 from lowering.errors import FlagError
 from npu_iree import NpuIreeError, OptionError, StageError, UnsupportedOpError
@@ -326,3 +327,14 @@ def test_tensors_on_other_devices_are_eagers_and_told(caplog: pytest.LogCaptureF
     assert (result.device.type, result.shape) == ("meta", x.shape)
     assert "runs in eager: its inputs are on meta" in caplog.text
     assert "its inputs are on meta" in str(error_of(add_mul, x, x, fallback="error"))
+
+
+def test_explaining_takes_no_places_of_what_is_compiled(counts: Counter[str]) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) + 1
+
+    for size in range(2, 14):  # Dynamo keeps eight graphs of a function
+        assert len(npu_iree.explain(function, torch.ones(3, size)).graphs) == 1
+    assert counts["graphs"] == 0
+    torch.compile(function, backend="npu_iree")(torch.ones(3, 4))
+    assert counts["graphs"] == 1

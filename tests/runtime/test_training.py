@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -370,3 +372,13 @@ def test_the_place_of_a_maximum_is_inside_the_image(counts: Counter[str], dynami
         actual[0].sum().backward()
         torch.testing.assert_close(of_ours.grad, of_eager.grad, equal_nan=True)
     assert counts["host_ops"] == 0
+
+
+def test_the_first_batch_is_not_kept() -> None:
+    layer = nn.Linear(4, 4)
+    compiled, batch = torch.compile(layer, backend="npu_iree"), torch.randn(3, 4)
+    compiled(batch).sum().backward()
+    alive = weakref.ref(batch)
+    del batch
+    gc.collect()
+    assert alive() is None

@@ -20,12 +20,42 @@ def test_long_rows_are_sorted_by_the_host() -> None:
 
 @pytest.mark.parametrize(
     ("limit", "problem"),
-    [('longer_than = "x"', "number of elements"), ("longest = 3", "unknown key")],
+    [
+        ('longer_than = "x"', "number of elements"),
+        ("longest = 3", "unknown 'longest', did you mean 'longer_than'"),
+        ('dtypes = ["float32"]', "unknown 'float32', did you mean 'f32'"),
+    ],
 )
 def test_a_limit_that_says_nothing_sensible_is_refused(
     tmp_path: Path, limit: str, problem: str
 ) -> None:
     path = tmp_path / "table.toml"
-    path.write_text(f'[[limits]]\nops = ["{SORT}"]\n{limit}\nreason = "r"\n')
+    path.write_text(
+        f'[ops]\n"{SORT}" = ["f32"]\n[[limits]]\nops = ["{SORT}"]\n{limit}\nreason = "r"\n'
+    )
+    with pytest.raises(CapabilityError, match=problem):
+        load_capabilities(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (f'[op]\n"{SORT}" = ["f32"]', "section: unknown 'op', did you mean 'ops'"),
+        (f'[ops]\n"{SORT}" = "f32"', "is a list of names, not 'f32'"),
+        (f'[ops]\n"{SORT}" = ["float32"]', "unknown 'float32', did you mean 'f32'"),
+        (f'[host]\n"{SORT}" = 3', "as text, not 3"),
+        ("ops = 3", "'ops' is no table"),
+        ("limits = [3]", "cannot read the capability table"),
+        (
+            f'[ops]\n"{SORT}" = ["f32"]\n[[limits]]\nops = ["aten.sort"]\nreason = "r"',
+            "ops of .*unknown 'aten.sort'",
+        ),
+    ],
+)
+def test_a_table_that_says_nothing_sensible_is_refused(
+    tmp_path: Path, text: str, problem: str
+) -> None:
+    path = tmp_path / "table.toml"
+    path.write_text(text)
     with pytest.raises(CapabilityError, match=problem):
         load_capabilities(str(path))

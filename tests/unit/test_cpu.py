@@ -18,6 +18,8 @@ def test_only_what_code_may_use_is_required() -> None:
         arch="x86_64", features="+avx2,+fma,-avx512f,+avx10.1,+cx16,+prfchw,+sse4.1,+64bit"
     )
     assert required_features(text) == ("avx2", "fma", "sse4.1", "x86_64")
+    arm = FLOW.format(arch="arm_64", features="+neon,+sve,+dotprod,+crc")
+    assert required_features(arm) == ("arm_64", "dotprod", "sve")
     assert required_features('#hal.executable.target<"cuda", "cuda-nvptx-fb">') == ()
 
 
@@ -34,6 +36,7 @@ def test_what_a_virtual_machine_hides_of_its_cpu_is_not_required() -> None:
         ({"x86_64", "avx2"}, ("avx2", "avx512f", "x86_64"), ["avx512f"]),
         ({"x86_64", "avx2"}, ("arm_64",), ["arm_64"]),
         ({"aarch64", "aes"}, ("aes", "arm_64"), []),
+        ({"aarch64", "asimddp"}, ("arm_64", "dotprod", "sve2-aes"), ["sve2-aes"]),
         (set(), ("avx512f", "x86_64"), []),  # where it cannot be known
     ],
 )

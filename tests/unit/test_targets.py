@@ -70,3 +70,16 @@ def test_a_target_that_cannot_be_is_refused(field: str, value: Any, reason: str)
     values = {"compile": NPU_LOCAL.compile, "driver": "local-task", "memory": "unified"}
     with pytest.raises(TargetError, match=f"target 'npu-local': .*{reason}"):
         Target(**{**values, field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("rewrites", ("brodcasts",), "'brodcasts' is a rewrite; there are: .*broadcasts"),
+        ("candidates", (), "'.*' is a candidate of its choices; there are: none"),
+    ],
+)
+def test_a_target_names_what_there_is(field: str, value: Any, reason: str) -> None:
+    compile_target = replace(NPU_LOCAL.compile, **{field: value})
+    with pytest.raises(TargetError, match=f"target 'npu-local': {reason}"):
+        Target(compile=compile_target, driver="local-task", memory="unified")

@@ -1,0 +1,66 @@
+"""Decompositions promote as the ops do: any two dtypes, with dimensions and without."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lowering.decompositions import decomposition_table
+
+DTYPES = (
+    torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float32, torch.complex64,
+)  # fmt: skip
+OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "add": torch.add,
+    "addcmul": lambda a, b: torch.addcmul(a, b, b, value=2),
+    "atan2": torch.atan2,
+    "copysign": torch.copysign,
+    "div": torch.div,
+    "div, rounded down": lambda a, b: torch.div(a, b, rounding_mode="floor"),
+    "fmod": torch.fmod,
+    "hypot": torch.hypot,
+    "ldexp": torch.ldexp,
+    "logaddexp": torch.logaddexp,
+    "logaddexp2": torch.logaddexp2,
+    "maximum": torch.maximum,
+    "mul": torch.mul,
+    "pow": torch.pow,
+    "remainder": torch.remainder,
+    "where": lambda a, b: torch.where(a != 0, a, b),
+    "xlogy": torch.xlogy,
+}
+
+
+def values(dtype: torch.dtype, *, is_number: bool) -> torch.Tensor:
+    return torch.tensor(2 if is_number else [1, 2, 3], dtype=dtype)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_any_two_dtypes(name: str) -> None:
+    op, cases = OPS[name], dict[str, tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor]]()
+    for dtypes in itertools.product(DTYPES, DTYPES):
+        for are_numbers in ((False, False), (False, True), (True, False)):
+            a, b = (values(d, is_number=n) for d, n in zip(dtypes, are_numbers, strict=True))
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                cases[f"{a.dtype} {list(a.shape)}, {b.dtype} {list(b.shape)}"] = (a, b), op(a, b)
+
+    def every(given: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        results = {}
+        for case, (a, b) in given.items():
+            try:
+                results[case] = op(a, b)
+            except Exception as error:
+                raise AssertionError(f"of {case}: {error}") from error
+        return results
+
+    given = {case: arguments for case, (arguments, _) in cases.items()}
+    found = make_fx(every, decomposition_table=decomposition_table())(given)(given)
+    assert len(found) > 20
+    for case, (_, expected) in cases.items():
+        assert found[case].dtype is expected.dtype, case
+        torch.testing.assert_close(found[case], expected, msg=lambda m, c=case: f"of {c}: {m}")
