@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import fx
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -19,7 +20,7 @@ from npu_iree import bundles
 from npu_iree.cause import Cause
 from npu_iree.device import open_device
 from npu_iree.donation import NOTHING, Donated
-from npu_iree.errors import NotCompiledError
+from npu_iree.errors import EagerOnlyError, NotCompiledError
 from npu_iree.executable import Executable
 from npu_iree.options import Options
 from npu_iree.report import CompileReport, tell
@@ -31,6 +32,7 @@ from npu_iree.torch_device import graphs
 
 log = logging.getLogger(__name__)
 _GRAPH_NUMBERS = itertools.count()
+_SET = torch.ops.aten.set_.source_Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +95,14 @@ class AotGraph:
         return LoadedGraph(run, loaded, every if is_direct else None)
 
     def take(self, graph_module: fx.GraphModule) -> TakenGraph:
-        """Take the graph, which is changed, as what is compiled, and what is left to each call."""
+        """Take the graph, which is changed, as what is compiled, and what is left to each call.
+
+        Raises:
+            EagerOnlyError: it cannot be, on "npu".
+        """
         is_on_npu = graphs.is_any_on_npu(graph_module)
+        if is_on_npu and any(n.target is _SET for n in graph_module.graph.nodes):
+            raise EagerOnlyError("it gives an argument other memory (`x.data = ...`)")
         views = ReturnedViews.taken_out(graph_module, self.views, of_results=is_on_npu)
         if is_on_npu:
             graphs.make_device_free(graph_module)

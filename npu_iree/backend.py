@@ -19,7 +19,7 @@ from npu_iree.aot import allow_second_backward, aot_backend, metadata, needs_no_
 from npu_iree.aot_graph import AotGraph
 from npu_iree.cause import Cause
 from npu_iree.donation import NOTHING, Donated, donated_inputs, refuse_what_lives_on
-from npu_iree.errors import NpuIreeError, OptionError
+from npu_iree.errors import EagerOnlyError, NpuIreeError, OptionError
 from npu_iree.frozen import can_freeze
 from npu_iree.options import Options
 from npu_iree.precompiled import is_precompiling, precompiled
@@ -86,6 +86,11 @@ def _compiled(
     backend = aot_backend(options, *(functools.partial(compile_aot, kind=kind) for kind in kinds))
     try:
         compiled: Callable[..., Any] = backend(graph_module, list(source.inputs))
+    except EagerOnlyError as error:
+        if options.fallback == "error":
+            raise
+        log.warning("a graph runs in eager: %s", error)
+        return graph_module
     except RuntimeError as error:
         if _SHARED_MEMORY not in str(error) or options.fallback == "error":
             raise

@@ -59,6 +59,10 @@ class VerificationError(NpuIreeError):
     """An artifact does not give eager's numbers."""
 
 
+class EagerOnlyError(NpuIreeError):
+    """A graph does what only PyTorch's own kernels can do, one by one."""
+
+
 class VersionError(NpuIreeError):
     """Another version of torch, torch-mlir or IREE is installed than the set that was verified."""
 

@@ -38,7 +38,7 @@ from lowering.decompositions import (
 from lowering.decompositions.halves import with_halves
 from lowering.decompositions.narrow import with_narrow
 from lowering.decompositions.scalars import with_scalars
-from lowering.decompositions.views import split_with_sizes, view
+from lowering.decompositions.views import split_with_sizes, squeeze, view
 
 aten = torch.ops.aten
 OpOverload = torch._ops.OpOverload
@@ -63,7 +63,6 @@ EXTRA_OPS = (
     aten.logsumexp,
     aten.native_layer_norm,
     aten.scaled_dot_product_attention,
-    aten.squeeze.dims,
     aten.upsample_bilinear2d.vec,
 )
 
@@ -106,6 +105,9 @@ def matches(op: str, patterns: Iterable[str]) -> bool:
 def _default_table() -> dict[OpOverload, Callable[..., Any]]:
     ours = {
         aten.split_with_sizes.default: split_with_sizes,
+        aten.squeeze.default: squeeze,
+        aten.squeeze.dim: squeeze,
+        aten.squeeze.dims: squeeze,
         aten.view.default: view,
         **adaptive.DECOMPOSITIONS,
         **attention.DECOMPOSITIONS,

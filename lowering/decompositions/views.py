@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     track_tensor_tree,
 )
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -42,6 +43,22 @@ def split_with_sizes(tensor: torch.Tensor, sizes: Sequence[Size], dim: int = 0) 
     starts = itertools.accumulate(sizes, initial=0)
     pairs = zip(starts, sizes, strict=False)
     return [torch.ops.aten.slice.Tensor(tensor, dim, start, start + size) for start, size in pairs]
+
+
+def squeeze(tensor: torch.Tensor, dims: Sequence[int] | int | None = None) -> Any:
+    """Decompose `aten.squeeze` of dimensions into one of each that is known to be 1.
+
+    PyTorch makes `prims.squeeze` of it, which cannot be traced again, as the bodies of `torch.cond`
+    are in training.
+    """
+    rank = tensor.dim()
+    asked = range(rank) if dims is None else [dims] if isinstance(dims, int) else dims
+    ones = {dim % rank for dim in asked if rank and guard_or_false(tensor.shape[dim] == 1)}
+    if isinstance(dims, int) and ones:
+        return _UNCHANGED
+    for dim in sorted(ones, reverse=True):
+        tensor = torch.ops.aten.squeeze.dim(tensor, dim)
+    return tensor if ones else torch.ops.aten.alias.default(tensor)
 
 
 def _of_asked_sizes(tensor: torch.Tensor, size: Sequence[Size]) -> Any:

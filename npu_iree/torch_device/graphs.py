@@ -67,10 +67,11 @@ def make_device_free(graph_module: fx.GraphModule) -> None:
     Before: %1 = full([4], 1, device=npu:0); %2 = device_put(%1, cpu)
     After:  %1 = full([4], 1, device=cpu); %2 = clone(%1)
     """
-    graph = graph_module.graph
-    for node in list(graph.nodes):
+    for node in list(graph_module.graph.nodes):
         if node.op == "get_attr":
             value = attribute(graph_module, str(node.target))
+            if isinstance(value, fx.GraphModule):  # the body of a loop, say
+                make_device_free(value)
             if isinstance(value, torch.Tensor) and is_on_npu(value):
                 with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
                     setattr(graph_module, str(node.target), value.cpu())
@@ -159,6 +160,13 @@ class HandleRunner:
             for o in captured.outputs
         ]
         self._apart = _apart(captured, len(written), returned)
+        # What autograd saves of an argument is the argument: it sees whether somebody writes to it,
+        # and whose gradient the gradient depends on.
+        self._same = [
+            (i, captured.inputs.index(o))
+            for i, o in enumerate(captured.outputs)
+            if o in captured.handles and o not in written
+        ]
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run the graph on arguments that are taken out of their list.
@@ -168,9 +176,10 @@ class HandleRunner:
         """
         donated = self._donated
         given = [
-            arg if order is None else (_own if i in donated.reused else read_in_order)(arg, order)
+            arg if order is None else (_own if i in donated.reused else _read)(arg, order)
             for i, (arg, order) in enumerate(zip(args, self._orders, strict=True))
         ]
+        same = [(i, args[position]) for i, position in self._same]
         given_away = [given[i]._view.get_buffer() for i in donated.reused]
         written = [args[position] for position in self._written]
         if donated.names:
@@ -183,6 +192,8 @@ class HandleRunner:
         values = [_wrapped(r, o) for r, o in zip(results, self._outputs, strict=True)]
         if given_away:
             _mark_unread(values, results, given_away)
+        for i, argument in same:
+            values[i] = argument
         count = len(values) - len(self._written)
         for argument, value in zip(written, values[count:], strict=True):
             if isinstance(value, torch.Tensor):
@@ -218,10 +229,17 @@ def _apart(captured: CapturedGraph, writes: int, returned: int | None) -> Sequen
     return [i for i in lasting if 0 < sizes[i] <= SMALL_BYTES]
 
 
+def _read(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray:
+    """Return the bytes of a tensor, which may say that it is conjugated, or negative."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return read_in_order(tensor, order)
+
+
 def _own(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray:
     """Return the bytes of a tensor for a region that overwrites them: nobody else has them."""
     array = unread(tensor, order)
-    return copied(read_in_order(tensor, order)) if array is None else array
+    return copied(_read(tensor, order)) if array is None else array
 
 
 def _mark_unread(values: Sequence[Any], results: Sequence[Any], given_away: Sequence[Any]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.utils.weight_norm import WeightNorm
 
 from npu_iree.torch_device import module
 from npu_iree.torch_device.current import NAME, is_on_npu
@@ -165,6 +166,7 @@ def _keep_parameters(apply: Callable[..., Any]) -> Callable[..., Any]:
             result.device.type,
         ):
             return apply(self, fn, recurse)
+        _let_go_of_weights(self)
         if held := [name for name, p in self.named_parameters(recurse=recurse) if _is_held(p)]:
             more = f" and {len(held) - 1} others" if len(held) > 1 else ""
             raise RuntimeError(
@@ -180,6 +182,14 @@ def _keep_parameters(apply: Callable[..., Any]) -> Callable[..., Any]:
             future.set_swap_module_params_on_conversion(False)
 
     return applied
+
+
+def _let_go_of_weights(module: torch.nn.Module) -> None:
+    """Detach what the old `weight_norm` has computed of parameters: each call does so anew."""
+    for part in module.modules():
+        for hook in part._forward_pre_hooks.values():
+            if isinstance(hook, WeightNorm):
+                setattr(part, hook.name, getattr(part, hook.name).detach())
 
 
 def _is_held(parameter: torch.nn.Parameter) -> bool:

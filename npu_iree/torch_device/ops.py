@@ -63,6 +63,11 @@ class EagerOp:
         writes = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
         self._is_in_place = bool(writes) and not self._outs
         self._writes_self = len(writes) == 1 and writes[0] is arguments[0]
+        # Others get what is lazily conjugated, or negative, computed by PyTorch.
+        self._takes_lazy = any(
+            torch._C._dispatch_has_kernel_for_dispatch_key(op._name, key)
+            for key in ("Conjugate", "Negative")
+        )
         self.__name__ = str(op)
 
     @cached_property
@@ -99,6 +104,10 @@ class EagerOp:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call."""
+        if self._takes_lazy and any(map(_is_lazy, (*args, *kwargs.values()))):
+            return run_on_host(
+                self.op, args, kwargs, "an argument is lazily conjugated or negative"
+            )
         key: list[Any] = [torch.get_default_dtype()]  # of what integers become
         leaves: list[Any] = []
         outs = self._outs
@@ -179,6 +188,10 @@ class EagerOp:
             [(v, is_number[name]) for name, v in zip(self._names, args, strict=False)],
             [(name, v, is_number[name]) for name, v in kwargs.items() if name not in outs],
         )
+
+
+def _is_lazy(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg())
 
 
 def _check_targets(targets: Sequence[torch.Tensor], bound: Bound, is_in_place: bool) -> None:

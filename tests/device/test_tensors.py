@@ -252,3 +252,29 @@ def test_lazy_conjugates_and_negatives_are_what_they_say() -> None:
     b = torch.zeros_like(a)
     b.conj().copy_(a)
     assert torch.equal(b.cpu(), z.conj().resolve_conj())
+
+
+def test_products_of_lazily_conjugated_matrices() -> None:
+    z, w = torch.randn(2, 3, 4, dtype=torch.complex64).unbind(0)
+    for product in (
+        lambda z, w: z @ w.mH,
+        lambda z, w: z.conj().mT @ w,
+        lambda z, w: torch.bmm(z[None], w.mH[None]),
+        lambda z, w: torch.addmm(z.mH @ z, z.mH, w),
+    ):
+        assert_same(product(z.to(NPU), w.to(NPU)).cpu(), product(z, w))
+    gradients = []
+    for where in ("cpu", NPU):
+        a = z.clone().to(where).requires_grad_()
+        torch.view_as_real(a @ w.mT.to(where)).square().sum().backward()
+        assert a.grad is not None
+        gradients.append(a.grad.cpu())
+    assert_same(gradients[1], gradients[0])
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_module_of_the_old_weight_norm_moves() -> None:
+    layer = torch.nn.utils.weight_norm(torch.nn.Linear(4, 3))
+    x = torch.randn(2, 4)
+    expected = layer(x).detach()
+    assert_same(layer.to(NPU)(x.to(NPU)).detach().cpu(), expected)

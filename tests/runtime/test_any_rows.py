@@ -109,3 +109,15 @@ def test_gradients_of_any_number_of_rows(counts: Counter[str]) -> None:
         found = torch.autograd.grad(compiled(x).square().sum(), inputs)
         assert_same(found, torch.autograd.grad(model(x).square().sum(), inputs))
     assert counts["refused_flags"] == 0
+
+
+def test_half_of_a_product_scales_another_value(counts: Counter[str]) -> None:
+    project = nn.Linear(32, 128, bias=False)
+    compiled = torch.compile(
+        lambda x, y: x * project(y).chunk(2, -1)[0], backend="npu_iree", dynamic=True
+    )
+    with torch.no_grad():
+        for rows in (11, 5):
+            x, y = torch.randn(3, rows, 64), torch.randn(3, rows, 32)
+            assert_same(compiled(x, y), x * project(y).chunk(2, -1)[0])
+    assert (counts["compiles"], counts["refused_flags"]) == (1, 0)

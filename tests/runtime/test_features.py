@@ -71,7 +71,10 @@ def test_cond(sign: int, counts: Counter[str]) -> None:
 
 def test_cond_has_gradients() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
-        return torch.cond(x.sum() > 0, lambda t: t.sin() * 2, lambda t: t.exp(), (x * 1.5,)).sum()
+        def squeezed(t: torch.Tensor) -> torch.Tensor:
+            return (t[None].sin() * 2).squeeze(0)
+
+        return torch.cond(x.sum() > 0, squeezed, lambda t: t.exp(), (x * 1.5,)).sum()
 
     compiled = torch.compile(function, backend="npu_iree", fullgraph=True)
     for sign in (1, -1):

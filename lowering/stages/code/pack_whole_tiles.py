@@ -70,7 +70,10 @@ def _tiled_dimension(pack: Any) -> tuple[int, int] | None:
     """
     from iree.compiler import ir
 
-    (*_, rows, columns) = sizes_of(pack.operands[1].type)
+    sizes = sizes_of(pack.operands[1].type)
+    if len(sizes) < 2:  # nothing is packed: it is stored side by side
+        return None
+    (*_, rows, columns) = sizes
     if columns != 1 or rows is None or rows == 1:
         return None
     found = set[int]()
