@@ -10,6 +10,7 @@ from lowering.abi import MOST_TENSORS, MOST_WORDS, PARAMETER_SCOPE
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.call_kernels import link_kernels
 from lowering.stages.flow.keep_rounding import keep_rounding
+from lowering.stages.flow.know_sizes import know_sizes
 from lowering.stages.flow.read_by_rows import mark_few_rows, read_by_rows
 from lowering.stages.flow.read_in_place import read_in_place
 from lowering.stages.flow.rows.join import join_rows
@@ -107,6 +108,7 @@ def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) 
     session.compile(module, end="flow")
     with session.context, ir.Location.unknown(session.context):
         drop_barriers(module)
+        know_sizes(module)
         read_in_place(module)
         separate_packing(module)
         tell_sizes_apart(module)

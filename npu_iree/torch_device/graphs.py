@@ -32,6 +32,7 @@ from npu_iree.torch_device.storage import (
     copied,
     dense_strides,
     give_away,
+    is_lazy,
     new_tensor,
     set_unread,
     unread,
@@ -230,15 +231,14 @@ def _apart(captured: CapturedGraph, writes: int, returned: int | None) -> Sequen
 
 
 def _read(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray:
-    """Return the bytes of a tensor, which may say that it is conjugated, or negative."""
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return read_in_order(tensor, order)
+    """Return the bytes of a tensor, conjugated or negative if it is so lazily."""
+    given = tensor.resolve_conj().resolve_neg() if is_lazy(tensor) else tensor
+    return read_in_order(given, order)
 
 
 def _own(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray:
     """Return the bytes of a tensor for a region that overwrites them: nobody else has them."""
-    array = unread(tensor, order)
+    array = None if is_lazy(tensor) else unread(tensor, order)
     return copied(_read(tensor, order)) if array is None else array
 
 

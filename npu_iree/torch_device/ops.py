@@ -39,6 +39,7 @@ from npu_iree.torch_device.storage import (
     contiguous_strides,
     dense_order,
     handle_of,
+    is_lazy,
     new_tensor,
     resize,
     shaped,
@@ -104,7 +105,7 @@ class EagerOp:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a call."""
-        if self._takes_lazy and any(map(_is_lazy, (*args, *kwargs.values()))):
+        if self._takes_lazy and any(map(is_lazy, (*args, *kwargs.values()))):
             return run_on_host(
                 self.op, args, kwargs, "an argument is lazily conjugated or negative"
             )
@@ -188,10 +189,6 @@ class EagerOp:
             [(v, is_number[name]) for name, v in zip(self._names, args, strict=False)],
             [(name, v, is_number[name]) for name, v in kwargs.items() if name not in outs],
         )
-
-
-def _is_lazy(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg())
 
 
 def _check_targets(targets: Sequence[torch.Tensor], bound: Bound, is_in_place: bool) -> None:

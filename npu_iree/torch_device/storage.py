@@ -63,6 +63,11 @@ def handle_of(tensor: torch.Tensor) -> DeviceArray:
     return handle
 
 
+def is_lazy(value: Any) -> bool:
+    """Say whether a value is a tensor that is conjugated, or negative, only when it is read."""
+    return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg())
+
+
 def held_by(storage: Any) -> DeviceArray | None:
     """Return the handle of a storage, or None if nothing has been written to it.
 

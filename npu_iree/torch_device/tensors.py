@@ -14,7 +14,14 @@ from npu_iree.torch_device.kernels import NoKernelError
 from npu_iree.torch_device.moves import convert, order_for_writing, write
 from npu_iree.torch_device.put import put_dense
 from npu_iree.torch_device.ranges import arange_out
-from npu_iree.torch_device.storage import contiguous_strides, dense_order, grow, new_tensor, resize
+from npu_iree.torch_device.storage import (
+    contiguous_strides,
+    dense_order,
+    grow,
+    is_lazy,
+    new_tensor,
+    resize,
+)
 
 aten = torch.ops.aten
 _KEYS = torch._C.DispatchKeySet
@@ -81,7 +88,7 @@ def _put_into(source: Tensor, target: Tensor) -> None:
 
 
 def _copy_within(source: Tensor, target: Tensor) -> None:
-    if source.is_conj() or source.is_neg() or target.is_conj() or target.is_neg():
+    if is_lazy(source) or is_lazy(target):
         _put_into(_host_value(source), target)
         return
     order = order_for_writing(target)

@@ -14,7 +14,7 @@ from lowering.stages.ir.structured import inputs_of
 from lowering.stages.ir.symbols import constant_of, maker_of
 from lowering.stages.ir.templates import put
 
-_ORDINAL = "iree_tensor_ext.dispatch.workload.ordinal"
+ORDINAL = "iree_tensor_ext.dispatch.workload.ordinal"
 _PRODUCT = "arith.muli"
 _MULTIPLY = """
 func.func @multiply({arguments}) -> index {{
@@ -107,7 +107,7 @@ def sizes_in(value: Any, given: Sequence[Any]) -> list[Size] | None:
 
 def _size_in(value: Any, given: Sequence[Any]) -> Size | None:
     """Return the size that a value of the function is; None if it is computed there."""
-    if maker_of(value) == _ORDINAL:
+    if maker_of(value) == ORDINAL:
         value = value.owner.operands[0]
     if (number := constant_of(value)) is not None:
         return Size(number)
