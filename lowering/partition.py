@@ -137,7 +137,8 @@ def _views_between_results(captured: CapturedGraph) -> list[fx.Node]:
             continue
         if all(user.op == "output" or user in found for user in node.users):
             found.append(node)
-    return found
+    # What is split off is taken apart where it is split.
+    return [n for n in found if n.target is not operator.getitem or n.args[0] in found]
 
 
 def _repeats(node: fx.Node) -> bool:

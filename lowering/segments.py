@@ -17,7 +17,7 @@ from typing import TypeAlias, TypeVar
 
 from torch import fx
 
-from lowering.nodes import has_effect, is_scalar, is_subgraph, is_view
+from lowering.nodes import VIEW_OPS, has_effect, is_one_of, is_scalar, is_subgraph
 
 DEVICE, HOST = "device", "host"
 
@@ -127,7 +127,7 @@ def _levels(
             continue
         if constant.issuperset(node.all_input_nodes):
             constant.add(node)
-        elif is_view(node) and views.issuperset(parents[node]):
+        elif is_one_of(node, VIEW_OPS) and views.issuperset(parents[node]):
             views.add(node)
     for node in reversed(nodes):
         # What is made from nothing goes to where it is first needed. So does a view of an argument
