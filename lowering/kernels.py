@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from lowering.errors import NpuIreeError
 
-_NAMES = {"u8": "i8", "bool": "i1", "c64": "complex<f32>", "c128": "complex<f64>"}
+# Where MLIR, and so IREE, calls an element type otherwise than we do.
+ELEMENT_TYPES = {"u8": "i8", "bool": "i1", "c64": "complex<f32>", "c128": "complex<f64>"}
 _NUMBERS = ("f64", "i1", "i64")
 _COMMENT = re.compile(r"//[^\n]*")
 _FUNCTION = re.compile(r"func\.func\s+(?P<private>private\s+)?(?:public\s+)?@(?P<name>[\w$.-]+)")
@@ -39,7 +40,7 @@ class KernelType:
     @classmethod
     def of(cls, dtype: str, shape: Sequence[int | None]) -> KernelType:
         """Return that of a tensor of a dtype, by its name in `lowering.dtypes`."""
-        return cls(_NAMES.get(dtype, dtype), tuple(shape))
+        return cls(ELEMENT_TYPES.get(dtype, dtype), tuple(shape))
 
     def takes(self, other: KernelType) -> bool:
         """Say whether every value of the other type is one of this."""

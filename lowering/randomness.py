@@ -12,6 +12,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
+from lowering.sizes import size_hint
+
 aten = torch.ops.aten
 # Ops that overwrite their first argument, or only look at its sizes.
 _FILLING = frozenset(
@@ -92,14 +94,10 @@ def read_sizes_only(graph: fx.Graph) -> None:
 def _memory_order(tensor: torch.Tensor) -> list[int] | None:
     """Return the dimensions of a dense tensor from slowest to fastest, or None."""
     natural = list(range(tensor.dim()))
-    for order in (natural, sorted(natural, key=lambda d: -_hint(tensor.stride()[d]))):
+    for order in (natural, sorted(natural, key=lambda d: -size_hint(tensor.stride()[d]))):
         if _is_contiguous(tensor.permute(order)):
             return order
     return None
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    return size if isinstance(size, int) else int(size.node.hint if size.node.has_hint() else 2)
 
 
 def _permute_result(graph: fx.Graph, node: fx.Node, order: list[int]) -> None:

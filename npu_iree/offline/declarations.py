@@ -7,14 +7,13 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from lowering.dtypes import DTYPES, dtype_name
+from lowering.kernels import ELEMENT_TYPES
 from lowering.manifest import Call, Manifest, Source
 from lowering.signature import ScalarSpec, TensorSpec
 from npu_iree.executable import Executable
 from npu_iree.offline.arguments import NUMBERS
 
 _TENSOR = re.compile(r"tensor<((?:[^<>]|<[^<>]*>)*)>")
-# How IREE declares an element type, where it is not our name.
-DECLARED = {"u8": "i8", "bool": "i1", "c64": "complex<f32>", "c128": "complex<f64>"}
 
 
 def check_declarations(executable: Executable, manifest: Manifest) -> None:
@@ -139,7 +138,7 @@ def _compare(name: str, verb: str, specs: Sequence[TensorSpec], declared: Sequen
 def _declared(spec: TensorSpec) -> str:
     sizes = [spec.shape[d] for d in spec.order]
     dims = [str(s) if isinstance(s, int) else "?" for s in sizes]
-    return "x".join([*dims, DECLARED.get(spec.dtype, spec.dtype)])
+    return "x".join([*dims, ELEMENT_TYPES.get(spec.dtype, spec.dtype)])
 
 
 def _plain(text: str) -> str:

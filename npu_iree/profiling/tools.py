@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from lowering.dtypes import dtype_name
+from lowering.kernels import ELEMENT_TYPES
 from npu_iree.device import DRIVER_FLAGS
 from npu_iree.errors import NpuIreeError, TargetError
-from npu_iree.offline.declarations import DECLARED
 
 RUNNER, READER = "iree-benchmark-module", "iree-profile"
 _RECORDED = "queue-events,host-execution,executable-metadata"
@@ -96,7 +96,7 @@ def _input(file: Path, value: Any) -> str:
     dense = value.detach().cpu().contiguous()
     file.write_bytes(dense.reshape(-1).view(torch.uint8).numpy().tobytes())
     dtype = dtype_name(dense.dtype)
-    kind = "x".join([*map(str, dense.shape), DECLARED.get(dtype, dtype)])
+    kind = "x".join([*map(str, dense.shape), ELEMENT_TYPES.get(dtype, dtype)])
     return f"--input={kind}=@{file}"
 
 
