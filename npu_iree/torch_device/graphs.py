@@ -154,20 +154,20 @@ class HandleRunner:
         self._donated = donated
         self._written = [captured.inputs.index(node) for node in written]
         self._orders = [_order(n) if n in captured.handles else None for n in captured.inputs]
-        self._outputs: list[tuple[tuple[int, ...], torch.dtype] | None] = [
-            (_order(o), o.meta["val"].dtype)
-            if isinstance(o, fx.Node) and o in captured.kept
-            else None
-            for o in captured.outputs
-        ]
-        self._apart = _apart(captured, len(written), returned)
         # What autograd saves of an argument is the argument: it sees whether somebody writes to it,
         # and whose gradient the gradient depends on.
-        self._same = [
-            (i, captured.inputs.index(o))
+        self._same = {
+            i: captured.inputs.index(o)
             for i, o in enumerate(captured.outputs)
             if o in captured.handles and o not in written
+        }
+        self._outputs: list[tuple[tuple[int, ...], torch.dtype] | None] = [
+            (_order(o), o.meta["val"].dtype)
+            if isinstance(o, fx.Node) and o in captured.kept and i not in self._same
+            else None
+            for i, o in enumerate(captured.outputs)
         ]
+        self._apart = _apart(captured, len(written), returned)
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run the graph on arguments that are taken out of their list.
@@ -180,7 +180,7 @@ class HandleRunner:
             arg if order is None else (_own if i in donated.reused else _read)(arg, order)
             for i, (arg, order) in enumerate(zip(args, self._orders, strict=True))
         ]
-        same = [(i, args[position]) for i, position in self._same]
+        same = {i: args[position] for i, position in self._same.items()}
         given_away = [given[i]._view.get_buffer() for i in donated.reused]
         written = [args[position] for position in self._written]
         if donated.names:
@@ -191,10 +191,10 @@ class HandleRunner:
             if isinstance(results[i], DeviceArray):  # else a host segment has made it
                 results[i] = copied(results[i])
         values = [_wrapped(r, o) for r, o in zip(results, self._outputs, strict=True)]
+        for i, argument in same.items():
+            values[i] = argument
         if given_away:
             _mark_unread(values, results, given_away)
-        for i, argument in same:
-            values[i] = argument
         count = len(values) - len(self._written)
         for argument, value in zip(written, values[count:], strict=True):
             if isinstance(value, torch.Tensor):
