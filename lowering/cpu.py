@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import platform
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -34,6 +36,10 @@ _LINUX_NAMES = {
     "sve2-sha3": "svesha3",
     "sve2-sm4": "svesm4",
 }
+# What CPUs of a level have for certain, of what is asked for here, by LLVM's names.
+# Source: the x86-64 psABI, "Micro-Architecture Levels".
+_LEVELS = {f"x86-64-v{level}": frozenset({"avx2", "fma"}) for level in (3, 4)}
+_CPU_FLAG = "--iree-llvmcpu-target-cpu="
 _T = TypeVar("_T")
 _TARGET = re.compile(
     r'#hal\.executable\.target<"llvm-cpu", "embedded-elf-(?P<arch>\w+)"[^>]*?'
@@ -74,6 +80,32 @@ def has_here(features: Iterable[str]) -> bool:
     """Say whether this machine is known to have what code may use, by LLVM's names."""
     here = _features_here()
     return all(_linux_name(name) in here for name in features)
+
+
+# LLVM's name of the CPU that is compiled for; `host` is this one.
+_COMPILED_FOR = contextvars.ContextVar("compiled_for", default="host")
+
+
+@contextlib.contextmanager
+def compiling_for(flags: Iterable[str]) -> Iterator[None]:
+    """Compile for the CPU that flags of `iree-compile` name; `known_to_have` tells of it."""
+    named = [flag.removeprefix(_CPU_FLAG) for flag in flags if flag.startswith(_CPU_FLAG)]
+    token = _COMPILED_FOR.set(named[-1] if named else "")
+    try:
+        yield
+    finally:
+        _COMPILED_FOR.reset(token)
+
+
+def known_to_have(features: Collection[str]) -> bool:
+    """Say whether the CPU that is compiled for has these, as far as its name tells.
+
+    It never depends on this machine where code is compiled for another: the cache's key does not.
+    """
+    name = _COMPILED_FOR.get()
+    if name == "host":
+        return has_here(features)
+    return _LEVELS.get(name, frozenset()).issuperset(features)
 
 
 @cache

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import select
 import signal
 import subprocess
 import sys
@@ -28,7 +27,6 @@ from lowering.worker import read_frame, write_frame
 _SIGNALS = {s.value: s.name for s in signal.Signals}
 _STDERR_TAIL_BYTES = 4000
 _START_LIMIT_S = 300.0  # for the imports of a worker, on a machine that is busy with others
-_LONGEST_WAIT_S = 1e6  # what `poll` takes, in milliseconds, in an int of C
 _STARTS = 3  # so often a worker may end before it is ready, until there is no more trying
 _REQUESTS_PER_WORKER = 300  # compilers leak: a process that has served this many is replaced
 
@@ -95,7 +93,8 @@ class _Worker:
         """
         if not self._is_ready:
             try:
-                self._receive(_START_LIMIT_S)
+                with self._ended_after(_START_LIMIT_S):
+                    self._receive()
             except WorkerCrashError as error:
                 raise WorkerStartError(f"no compile worker comes up: {error}") from error
         self._is_ready = True
@@ -109,17 +108,39 @@ class _Worker:
         self.served += 1
         self._stderr.seek(0)
         self._stderr.truncate()
-        try:
-            write_frame(self._requests, head, body)
-        except BrokenPipeError as error:
-            raise WorkerCrashError(self._last_words()) from error
-        return self._receive(time_s)
+        with self._ended_after(time_s):
+            try:
+                write_frame(self._requests, head, body)
+            except BrokenPipeError as error:
+                raise WorkerCrashError(self._last_words()) from error
+            return self._receive()
 
-    def _receive(self, time_s: float) -> tuple[Any, bytes]:
-        poll = select.poll()  # `select.select` takes no descriptor above 1023
-        poll.register(self._replies, select.POLLIN)
-        if not poll.poll(min(time_s, _LONGEST_WAIT_S) * 1e3):
-            raise WorkerTimeoutError(f"it did not end within {time_s:g} s")
+    @contextlib.contextmanager
+    def _ended_after(self, time_s: float) -> Iterator[None]:
+        """Kill the process when its time is over, wherever it hangs: whoever waits sees its end.
+
+        Raises:
+            WorkerTimeoutError: that was so.
+        """
+        is_over = threading.Event()
+
+        def end() -> None:
+            is_over.set()
+            self._process.kill()
+
+        timer = threading.Timer(min(time_s, threading.TIMEOUT_MAX), end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except WorkerCrashError as error:
+            if is_over.is_set():
+                raise WorkerTimeoutError(f"it did not end within {time_s:g} s") from error
+            raise
+        finally:
+            timer.cancel()
+
+    def _receive(self) -> tuple[Any, bytes]:
         try:
             return read_frame(self._replies)
         except EOFError as error:

@@ -32,7 +32,7 @@ STAGES = {
     "flow-to-vmfb": ("lowering.stages.flow_to_vmfb", "FLOW_TO_VMFB"),
     "torch-to-dispatches": ("lowering.stages.torch_to_dispatches", "TORCH_TO_DISPATCHES"),
 }
-_LENGTHS = struct.Struct(">II")
+_LENGTHS = struct.Struct(">QQ")
 
 
 def write_frame(stream: BinaryIO, head: dict[str, Any], body: bytes = b"") -> None:

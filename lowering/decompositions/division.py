@@ -10,33 +10,33 @@ Source: `div_floor` and `fmod` in PyTorch's BinaryOpsKernel.cpp, after CPython's
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
+from lowering.decompositions.promotion import Operand, are_floats, promoted
 from lowering.decompositions.recursion import Ours
 
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
-Operand: TypeAlias = torch.Tensor | int | float
 _OURS = Ours()
 _UNSIGNED = torch.uint8  # torch-mlir takes it for signed
 
 
 def div_mode(x: Operand, y: Operand, *, rounding_mode: str | None = None) -> Any:
     """Decompose floor divisions: truncate integers and correct for the signs; floats, see below."""
-    if rounding_mode and not _are_floats(x, y) and not isinstance(y, torch.Tensor) and y == 0:
-        x, y = _promoted(x, y)  # which is checked, and so is eager's error
+    if rounding_mode and not are_floats(x, y) and not isinstance(y, torch.Tensor) and y == 0:
+        x, y = promoted(x, y)  # which is checked, and so is eager's error
     if rounding_mode == "trunc" and _may_overflow(x, y):
         with _OURS:
             quotient = torch.div(x, _without_minus_one(y), rounding_mode="trunc")
         return torch.where(y == -1, -x, quotient)  # type: ignore[arg-type]
-    if rounding_mode == "trunc" and not isinstance(y, torch.Tensor) and _are_floats(x, y):
-        return torch.div(*_promoted(x, y), rounding_mode="trunc")  # torch-mlir rounds it to f32
+    if rounding_mode == "trunc" and not isinstance(y, torch.Tensor) and are_floats(x, y):
+        return torch.div(*promoted(x, y), rounding_mode="trunc")  # torch-mlir rounds it to f32
     if rounding_mode != "floor":
         return _UNCHANGED
-    x, y = _promoted(x, y)
-    if _are_floats(x, y):
+    x, y = promoted(x, y)
+    if are_floats(x, y):
         return _floor_of_floats(x, y)
     quotient = torch.div(x, y, rounding_mode="trunc")
     rest = x - quotient * y
@@ -61,7 +61,7 @@ def floor_divide(x: Operand, y: Operand) -> Any:
 def remainder(x: Operand, y: Operand) -> Any:
     """Decompose `aten.remainder` of a number or by one, and of integers, where it may overflow."""
     if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
-        return torch.remainder(*_promoted(x, y))
+        return torch.remainder(*promoted(x, y))
     if _may_overflow(x, y):
         with _OURS:
             return torch.remainder(x, _without_minus_one(y))
@@ -76,9 +76,9 @@ def fmod(x: torch.Tensor, y: Operand) -> Any:
     if _may_overflow(x, y):
         with _OURS:
             return torch.fmod(x, _without_minus_one(y))
-    if not _are_floats(x, y):
-        return _UNCHANGED if isinstance(y, torch.Tensor) else torch.fmod(*_promoted(x, y))
-    x, y = _promoted(x, y)
+    if not are_floats(x, y):
+        return _UNCHANGED if isinstance(y, torch.Tensor) else torch.fmod(*promoted(x, y))
+    x, y = promoted(x, y)
     rest = torch.remainder(torch.abs(x), torch.abs(y))
     return torch.where(x < 0, -rest, rest)
 
@@ -105,21 +105,6 @@ def _may_overflow(x: Operand, y: Operand) -> bool:
 def _without_minus_one(y: Any) -> torch.Tensor:
     """Give divisors that leave the same rests, and none of which is -1."""
     return torch.where(y == -1, 1, y)
-
-
-def _are_floats(x: Operand, y: Operand) -> bool:
-    return torch.result_type(x, y).is_floating_point
-
-
-def _promoted(x: Operand, y: Operand) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = torch.result_type(x, y)
-
-    def promoted(operand: Operand) -> torch.Tensor:
-        if isinstance(operand, torch.Tensor):
-            return operand.to(dtype)
-        return torch.full((), operand, dtype=dtype)
-
-    return promoted(x), promoted(y)
 
 
 DECOMPOSITIONS = {

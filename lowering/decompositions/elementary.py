@@ -15,6 +15,7 @@ import torch
 import torch._refs
 
 from lowering.decompositions import angles, doubles
+from lowering.decompositions.promotion import promoted
 
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
@@ -173,8 +174,7 @@ def fmin(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def hypot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Decompose `aten.hypot` such that nothing large or small is squared."""
-    dtype = torch.result_type(a, b)
-    a, b = torch.abs(a.to(dtype)), torch.abs(b.to(dtype))
+    a, b = (torch.abs(side) for side in promoted(a, b))
     large, small = torch.maximum(a, b), torch.minimum(a, b)
     ratio = torch.where(large == 0, 0, small / large)
     is_infinite = (a == math.inf) | (b == math.inf)
@@ -221,8 +221,7 @@ def _largest_and(
     a: torch.Tensor, b: torch.Tensor, rest: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """Add to the largest what the other leaves, by how much it is less."""
-    dtype = torch.result_type(a, b)
-    a, b = a.to(dtype), b.to(dtype)
+    a, b = promoted(a, b)
     largest = torch.maximum(a, b)
     added = largest + rest(-torch.abs(a - b))
     return torch.where(torch.abs(largest) == math.inf, largest, added)

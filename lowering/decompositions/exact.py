@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from lowering.decompositions.promotion import are_floats, promoted
+
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 Number: TypeAlias = int | float
@@ -30,16 +32,18 @@ def add(x: torch.Tensor, y: torch.Tensor | Number, *, alpha: Number = 1) -> Any:
 
 
 def maximum(a: torch.Tensor, b: torch.Tensor) -> Any:
-    """Decompose `aten.maximum` on floats: `a` where it is larger or NaN, else `b`."""
-    if not _are_floats(a, b):
+    """Decompose `aten.maximum` in floats: `a` where it is larger or NaN, else `b`."""
+    if not are_floats(a, b):
         return _UNCHANGED
+    a, b = promoted(a, b)
     return torch.where((a > b) | (a != a), a, b)  # asks for NaN
 
 
 def minimum(a: torch.Tensor, b: torch.Tensor) -> Any:
-    """Decompose `aten.minimum` on floats: `a` where it is smaller or NaN, else `b`."""
-    if not _are_floats(a, b):
+    """Decompose `aten.minimum` in floats: `a` where it is smaller or NaN, else `b`."""
+    if not are_floats(a, b):
         return _UNCHANGED
+    a, b = promoted(a, b)
     return torch.where((a < b) | (a != a), a, b)  # asks for NaN
 
 
@@ -186,8 +190,7 @@ def compare_tensors(op: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
     """
     if x is y and op is torch.eq:
         return torch.logical_not(x != y)
-    dtype = torch.result_type(x, y)
-    return _UNCHANGED if x.dtype is y.dtype else op(x.to(dtype), y.to(dtype))
+    return _UNCHANGED if x.dtype is y.dtype else op(*promoted(x, y))
 
 
 def argmax(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
@@ -330,10 +333,6 @@ def _is_inexact(value: torch.Tensor | Number) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dtype.is_floating_point or value.dtype.is_complex
     return isinstance(value, float)
-
-
-def _are_floats(*tensors: torch.Tensor) -> bool:
-    return all(t.dtype.is_floating_point for t in tensors)
 
 
 def _like(x: torch.Tensor, value: Number) -> torch.Tensor:

@@ -12,6 +12,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from lowering.decompositions.promotion import are_floats, promoted
+
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 Number: TypeAlias = int | float
@@ -27,10 +29,9 @@ def power(base: torch.Tensor, exponent: torch.Tensor) -> Any:
 
     The rounding of the product costs up to 8e-6 of a large result in f32, as in IREE's own form.
     """
-    dtype = torch.result_type(base, exponent)
-    if not dtype.is_floating_point:
+    if not are_floats(base, exponent):
         return _UNCHANGED
-    x, y = base.to(dtype), exponent.to(dtype)
+    x, y = promoted(base, exponent)
     size = torch.abs(x)
     half = y * 0.5
     is_whole = torch.floor(y) == y
@@ -40,7 +41,7 @@ def power(base: torch.Tensor, exponent: torch.Tensor) -> Any:
     result = torch.where(is_negative & is_odd, -result, result)
     result = torch.where((x < 0) & (size != math.inf) & ~is_whole, math.nan, result)
     is_one = (y == 0) | (x == 1) | ((x == -1) & (torch.abs(y) == math.inf))
-    return torch.where(is_one, 1.0, result).to(dtype)
+    return torch.where(is_one, 1.0, result).to(x.dtype)
 
 
 def power_of_number(base: Number, exponent: torch.Tensor) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from lowering.cpu import compiling_for
 from lowering.graph_modules import graph_module_of
 from lowering.importable import make_importable
 from lowering.rewrites import broadcasts, convolution_gradients, convolutions, products
@@ -52,7 +53,8 @@ def rewrite(graph_module: fx.GraphModule, target: CompileTarget) -> fx.GraphModu
         A new graph, or the same one if there is nothing to rewrite.
     """
     given = graph_module
-    with _ONE_AT_A_TIME:
+    flags = target.flag_sets[0] if target.flag_sets else ()
+    with _ONE_AT_A_TIME, compiling_for(flags):
         graph_module = _by_rules(graph_module, [RULES[n] for n in target.rewrites if n in RULES])
         for form in (FORMS[name] for name in target.rewrites if name not in RULES):
             graph_module = form().rewrite(graph_module)

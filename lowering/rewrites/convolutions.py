@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lowering.cpu import has_here
+from lowering.cpu import known_to_have
 from lowering.decompositions.halves import HALVES, widened
 from lowering.rewrites.recorder import part_of
 from lowering.rewrites.rule import Rule
@@ -155,7 +155,7 @@ def is_left_to_blocks(
     """
     if x.dtype is not torch.float32 or not are_known(x.shape[:1]):
         return False
-    if not has_here(_VECTORS) or has_here(_MATRIX_UNIT):
+    if not known_to_have(_VECTORS) or known_to_have(_MATRIX_UNIT):
         return False
     made, read = channels
     is_whole = any(x.shape[0] % n == 0 for n in _IMAGES) and made % _FEATURES == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import math
 import operator
@@ -30,6 +31,7 @@ from lowering.denials import DenialRecord
 from lowering.errors import CancelledError, StageError, WorkerStartError
 from lowering.service import CompileService, Limits
 from lowering.stages import CompileOptions
+from lowering.worker import _LENGTHS
 from npu_iree import toolchain
 from programs import cases
 from programs.cases import is_right
@@ -191,6 +193,29 @@ def test_a_worker_that_hangs_is_ended(service: CompileService) -> None:
         lower(service, "hang", time_s=2)
     assert raised.value.timed_out
     assert worker_pids() <= before
+
+
+def test_a_worker_that_reads_nothing_is_ended(service: CompileService) -> None:
+    before = worker_pids()
+    lower(service)
+    (worker,) = worker_pids() - before
+    os.kill(worker, signal.SIGSTOP)
+    text = RELU + "\n" + f"// {'more than a pipe holds':1000000}"
+    with pytest.raises(StageError, match="did not end within"):
+        service.run("torch-to-linalg", text, CompileOptions(), Limits(time_s=2))
+    assert worker_pids() <= before
+
+
+def test_a_worker_that_stops_within_its_answer_is_ended(
+    service: CompileService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = json.dumps({"ready": True}).encode()
+    ready = _LENGTHS.pack(len(head), 0) + head
+    script = f"import os, time; os.write(1, {ready!r} + b'half'); time.sleep(600)"
+    command = [sys.executable, "-c", script]
+    monkeypatch.setattr(service_module, "own_python", lambda _: command)
+    with pytest.raises(StageError, match="did not end within"):
+        lower(service, time_s=2)
 
 
 def test_a_worker_that_has_used_up_its_memory_goes_on(service: CompileService) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowering import cpu
-from lowering.cpu import missing_features, required_features
+from lowering.cpu import compiling_for, known_to_have, missing_features, required_features
 
 FLOW = """
 #one = #hal.executable.target<"llvm-cpu", "embedded-elf-{arch}", {{cpu = "x",
@@ -45,3 +45,25 @@ def test_what_is_missing_is_named(
 ) -> None:
     monkeypatch.setattr(cpu, "_features_here", lambda: frozenset(map(cpu._plain, here)))
     assert missing_features(required) == missing
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_vectors", "has_matrix_unit"),
+    [
+        (("--iree-llvmcpu-target-cpu=host",), True, True),
+        (("--iree-llvmcpu-target-cpu=x86-64-v3",), True, False),
+        (("--iree-llvmcpu-target-cpu=x86-64",), False, False),
+        (("--iree-hal-target-backends=cuda",), False, False),
+    ],
+)
+def test_what_is_compiled_for_another_cpu_does_not_depend_on_this_one(
+    flags: tuple[str, ...],
+    has_vectors: bool,
+    has_matrix_unit: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = {"avx2", "fma", "amxtile"}
+    monkeypatch.setattr(cpu, "_features_here", lambda: frozenset(here))
+    with compiling_for(flags):
+        assert known_to_have(("avx2", "fma")) == has_vectors
+        assert known_to_have(("amx-tile",)) == has_matrix_unit
