@@ -27,7 +27,6 @@ from npu_iree.empty_sizes import is_empty, may_be_empty, run_on_host
 from npu_iree.errors import DeviceError, InternalError
 from npu_iree.executable import INLINE_EFFORT, Executable
 from npu_iree.round_trip import RoundTrip, RunStep, find_round_trip
-from npu_iree.timeline import wait_all
 from npu_iree.weights import Weights
 
 
@@ -346,9 +345,14 @@ class Runner:
         return run
 
     def _settle(self, handles: Sequence[DeviceArray | None]) -> None:
-        """Wait for what a failed call has submitted: it reads the caller's memory in place."""
-        with contextlib.suppress(DeviceError):
-            wait_all([h.ready for h in handles if h is not None])
+        """Wait for all that a failed call has submitted: it reads the caller's memory in place.
+
+        One by one: behind one wait, the first that fails would end it while others still run.
+        """
+        for handle in handles:
+            if handle is not None:
+                with contextlib.suppress(DeviceError):
+                    handle.ready.wait_for_device()
 
 
 def _is_small(region: Region) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,12 +34,12 @@ from lowering.decompositions import (
     scatters,
     shifts,
     triangular,
+    views,
     weight_norm,
 )
 from lowering.decompositions.halves import with_halves
 from lowering.decompositions.narrow import with_narrow
 from lowering.decompositions.scalars import with_scalars
-from lowering.decompositions.views import split_with_sizes, squeeze, view
 
 aten = torch.ops.aten
 OpOverload = torch._ops.OpOverload
@@ -101,38 +102,38 @@ def matches(op: str, patterns: Iterable[str]) -> bool:
     return not names.isdisjoint(patterns)
 
 
+# An op is decomposed by one of them.
+_MODULES: Sequence[ModuleType] = (
+    adaptive,
+    attention,
+    bags,
+    batch_norm,
+    convolution,
+    division,
+    elementary,
+    exact,
+    foreach,
+    group_norm,
+    grouped,
+    indexing,
+    maxima,
+    padding,
+    pooling,
+    powers,
+    randomness,
+    rnn,
+    scans,
+    scatters,
+    shifts,
+    triangular,
+    views,
+    weight_norm,
+)
+
+
 @cache
 def _default_table() -> dict[OpOverload, Callable[..., Any]]:
-    ours = {
-        aten.split_with_sizes.default: split_with_sizes,
-        aten.squeeze.default: squeeze,
-        aten.squeeze.dim: squeeze,
-        aten.squeeze.dims: squeeze,
-        aten.view.default: view,
-        **adaptive.DECOMPOSITIONS,
-        **attention.DECOMPOSITIONS,
-        **bags.DECOMPOSITIONS,
-        **batch_norm.DECOMPOSITIONS,
-        **convolution.DECOMPOSITIONS,
-        **division.DECOMPOSITIONS,
-        **elementary.DECOMPOSITIONS,
-        **exact.DECOMPOSITIONS,
-        **foreach.DECOMPOSITIONS,
-        **group_norm.DECOMPOSITIONS,
-        **grouped.DECOMPOSITIONS,
-        **indexing.DECOMPOSITIONS,
-        **maxima.DECOMPOSITIONS,
-        **padding.DECOMPOSITIONS,
-        **pooling.DECOMPOSITIONS,
-        **powers.DECOMPOSITIONS,
-        **randomness.DECOMPOSITIONS,
-        **rnn.DECOMPOSITIONS,
-        **scans.DECOMPOSITIONS,
-        **scatters.DECOMPOSITIONS,
-        **shifts.DECOMPOSITIONS,
-        **triangular.DECOMPOSITIONS,
-        **weight_norm.DECOMPOSITIONS,
-    }
+    ours = {op: fn for module in _MODULES for op, fn in module.DECOMPOSITIONS.items()}
     pytorchs = {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS)}
     taken = {op: fn for op, fn in pytorchs.items() if not matches(str(op), KEPT_OPS)}
     table = {**taken, **ours}

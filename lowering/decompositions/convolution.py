@@ -35,10 +35,14 @@ def convolution(
 ) -> Any:
     """Decompose `aten.convolution` where it is transposed in groups, or does not read its end.
 
+    Windows are of known sizes: a graph is for those that it was traced with, as Inductor's are.
+
     Before: convolution(%x, %w, None, [2], [1], ...)        with %x of [N, C, 2], %w of [F, C, 3]
     After:  %1 = constant_pad_nd(%x, [1, 0]); convolution(%1, %w, None, [2], [0], ...)
     """
     rank = x.dim() - 2
+    for size in weight.shape[2:]:
+        int(size)  # a guard
     stride, padding, dilation, output_padding = (
         of_each(v, rank) for v in (stride, padding, dilation, output_padding)
     )

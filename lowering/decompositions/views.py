@@ -95,3 +95,12 @@ def _copies(tensor: torch.Tensor, size: Sequence[Size]) -> bool:
         except (RuntimeError, ValueError):
             return True
     return False
+
+
+DECOMPOSITIONS = {
+    torch.ops.aten.split_with_sizes.default: split_with_sizes,
+    torch.ops.aten.squeeze.default: squeeze,
+    torch.ops.aten.squeeze.dim: squeeze,
+    torch.ops.aten.squeeze.dims: squeeze,
+    torch.ops.aten.view.default: view,
+}

@@ -230,3 +230,21 @@ def test_strides_that_are_asked_for_cost_no_search(counts: Counter[str]) -> None
     x = torch.randn(7, 5)
     torch.testing.assert_close(compiled(x), function(x), rtol=1e-4, atol=1e-4)
     assert counts["compiles"] == 2
+
+
+def test_the_gradient_of_one_image_by_a_weight_that_is_given(counts: Counter[str]) -> None:
+    """All of its sizes are symbols but for the batch; those of the window are made known."""
+
+    def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.conv2d(x, weight, None, stride=2, padding=1)
+
+    compiled = torch.compile(function, backend="npu_iree", dynamic=True)
+    for height, places in ((5, 3), (8, 3), (8, 2)):
+        x = torch.randn(1, 4, height, 6, requires_grad=True)
+        weight = torch.randn(6, 4, places, places, requires_grad=True)
+        ours, expected = (
+            torch.autograd.grad(f(x, weight).square().sum(), (x, weight))
+            for f in (compiled, function)
+        )
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+    assert (counts["compiles"], counts["host_ops"]) == (4, 0)  # both ways, of two windows

@@ -34,6 +34,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
         lambda x: torch.div(x, 0.1, rounding_mode="trunc"),
         (torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64),),
     ),
+    "NaN beside whole numbers": (
+        lambda x, y: (torch.maximum(x, y), torch.minimum(x, y), torch.clamp(x, y), y.clamp(max=x)),
+        (torch.tensor([float("nan"), 5.0, -INF]), torch.tensor([1, 2, 3])),
+    ),
     "a truth that is added": (
         lambda x: (x + True, True + x, torch.add(x, True, alpha=False), x + TRUE, x + x, x + 1),
         (FLOATS > 0,),
