@@ -23,9 +23,9 @@ from torch.utils import _pytree as pytree
 
 from lowering.nodes import view_root
 from lowering.plan import Plan
+from lowering.suggest import there_are
 from npu_iree.compiled_call import wrapper_locals
 from npu_iree.errors import OptionError
-from npu_iree.options import near
 from npu_iree.torch_device.current import is_on_npu
 
 log = logging.getLogger(__name__)
@@ -202,7 +202,7 @@ class _Function:
                     f"option 'donate': {self.name} has no parameter {item}: it takes {len(kinds)}"
                 )
             if isinstance(item, str) and item not in self.parameters and not takes_any_name:
-                hint = near(item, self.parameters)
+                hint = there_are(item, self.parameters)
                 raise OptionError(f"option 'donate': {self.name} has no parameter {item!r}.{hint}")
 
     def parameter_of(self, source: Any, code: CodeType) -> tuple[str, int, str]:

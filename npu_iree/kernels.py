@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import types
 from collections.abc import Mapping
 
@@ -15,6 +14,7 @@ from lowering.kernels import Kernel, KernelError
 from lowering.key import package_version
 from lowering.service import Limits
 from lowering.stages import CompileOptions
+from lowering.suggest import suggested
 from npu_iree.targets import NPU_LOCAL
 from npu_iree.workers import compile_service
 
@@ -77,9 +77,9 @@ def _overload(op: Op) -> torch._ops.OpOverload:
     found = getattr(packet, overload or "default", None)
     if not isinstance(found, torch._ops.OpOverload):
         known = sorted(o for o in torch._C._dispatch_get_all_op_names() if not o.startswith("aten"))
-        near = difflib.get_close_matches(op, known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise KernelError(f"there is no op {op!r}; it is defined with torch.library first.{hint}")
+        raise KernelError(
+            f"there is no op {op!r}; it is defined with torch.library first.{suggested(op, known)}"
+        )
     return found
 
 

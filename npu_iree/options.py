@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -12,8 +11,9 @@ from typing import Any, Literal
 
 import torch
 
+from lowering.suggest import suggested, there_are
 from npu_iree.errors import OptionError, TargetError
-from npu_iree.targets import Target, find_target
+from npu_iree.targets import ENTRY_POINT_GROUP, Target, find_target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Options:
         names = [f.name for f in fields(cls)]
         for name in given:
             if name not in names:
-                raise OptionError(f"no option {name!r}.{near(name, names)}")
+                raise OptionError(f"no option {name!r}.{there_are(name, names)}")
         parsed = cls(**{name: _CHECKS[name](name, value) for name, value in given.items()})
         if parsed.fallback == "error" and parsed.compile == "eager":
             raise OptionError(
@@ -99,23 +99,19 @@ class Options:
         return find_target(self.target)
 
 
-def near(name: str, names: Iterable[str]) -> str:
-    """Suggest the name that is like a wrong one, and list all there are."""
-    names = sorted(names)
-    near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"{hint} There are: {', '.join(names)}"
-
-
 def _target(name: str, value: Any) -> str:
-    if isinstance(value, Target):
-        return value.name
-    if not isinstance(value, str):
+    if not isinstance(value, (str, Target)):
         raise OptionError(f"option {name!r} is the name of a target, not {value!r}")
     try:
-        return find_target(value).name
+        found = find_target(value if isinstance(value, str) else value.name)
     except TargetError as error:
         raise OptionError(f"option {name!r}: {error}") from error
+    if isinstance(value, Target) and value != found:
+        raise OptionError(
+            f"option {name!r}: the target that is installed as {value.name!r} is another one; a "
+            f"target is installed by an entry point of the group {ENTRY_POINT_GROUP!r}"
+        )
+    return found.name
 
 
 def _text(value: Any) -> str:
@@ -132,7 +128,7 @@ def _text(value: Any) -> str:
 def _one_of(*choices: str) -> Callable[[str, Any], str]:
     def check(name: str, value: Any) -> str:
         if value not in choices:
-            raise OptionError(f"option {name!r} cannot be {value!r}.{near(value, choices)}")
+            raise OptionError(f"option {name!r} cannot be {value!r}.{there_are(value, choices)}")
         return str(value)
 
     return check
@@ -170,8 +166,9 @@ def _op_name(name: str, item: Any) -> str:
     for part in rest:
         if not hasattr(known, part):
             names = known.overloads() if hasattr(known, "overloads") else _ops_of(namespace)
-            hint = near(part, names).partition(" There are")[0]
-            raise OptionError(f"option {name!r}: PyTorch has no op {item!r}.{hint}")
+            raise OptionError(
+                f"option {name!r}: PyTorch has no op {item!r}.{suggested(part, names)}"
+            )
         known = getattr(known, part)
     return item
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from importlib import metadata
 from typing import Any, Literal
 
 from lowering.rewrites import FORMS, RULES
+from lowering.suggest import suggested
 from lowering.target import Candidate, Choice, CompileTarget
 from npu_iree.errors import TargetError
 
@@ -66,7 +66,7 @@ class Target:
         Raises:
             TargetError: a value is none that a target can have.
         """
-        alignment = self.alignment_bytes
+        alignment, flag_sets = self.alignment_bytes, self.compile.flag_sets
         claims = {
             f"memory is one of {', '.join(_MEMORIES)}, not {self.memory!r}": (
                 self.memory in _MEMORIES
@@ -77,6 +77,9 @@ class Target:
             ),
             "max_in_flight and max_in_flight_bytes are above 0": (
                 min(self.max_in_flight, self.max_in_flight_bytes) > 0
+            ),
+            f"flag_sets are tuples of flags, each a text with -- before it, not {flag_sets!r}": (
+                all(map(_are_flags, flag_sets))
             ),
             **_known("a rewrite", self.compile.rewrites, {*RULES, *FORMS}),
             **_known(
@@ -93,6 +96,10 @@ class Target:
     def name(self) -> str:
         """The target's name."""
         return self.compile.name
+
+
+def _are_flags(flags: object) -> bool:
+    return isinstance(flags, tuple) and all(isinstance(f, str) and f[:2] == "--" for f in flags)
 
 
 def _known(what: str, names: Iterable[str], known: Collection[str]) -> dict[str, bool]:
@@ -189,8 +196,8 @@ CUDA = Target(
 def targets() -> dict[str, Target]:
     """Return every installed target by name, ours and those of other packages.
 
-    An entry point that cannot be loaded, that is no `Target`, or whose name is taken, is told of in
-    a warning, once; the other targets are there.
+    An entry point that cannot be loaded, that is no `Target`, whose name is taken or not that of
+    its target, is told of in a warning, once; the other targets are there.
     """
     return dict(_installed()[0])
 
@@ -210,6 +217,8 @@ def _installed() -> tuple[dict[str, Target], dict[str, str]]:
                 broken[entry.name] = f"it is no npu_iree.Target but {type(target).__name__}"
             elif found.setdefault(target.name, target) is not target:
                 broken[entry.name] = f"another package defines a target {target.name!r}, too"
+            elif entry.name != target.name:
+                broken[entry.name] = f"the target of this entry point is named {target.name!r}"
         if entry.name in broken:
             _log.warning("target %s (%s): %s", entry.name, entry.value, broken[entry.name])
     return found, broken
@@ -227,6 +236,8 @@ def find_target(name: str) -> Target:
         return table[name]
     if why := _installed()[1].get(name):
         raise TargetError(f"target {name!r}: {why}")
-    near = difflib.get_close_matches(name, table, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    raise TargetError(f"no target {name!r}.{hint} Installed: {', '.join(sorted(table))}")
+    hint = suggested(name, table)
+    raise TargetError(
+        f"no target {name!r}.{hint} Installed: {', '.join(sorted(table))}; others come from "
+        f"packages with an entry point of the group {ENTRY_POINT_GROUP!r}"
+    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import json
+import logging
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -19,7 +19,10 @@ from lowering.digest import text_digest
 from lowering.dtypes import DTYPE_NAMES, DTYPES, dtype_name
 from lowering.errors import NpuIreeError
 from lowering.sizes import is_static
+from lowering.suggest import suggested, there_are
 
+_log = logging.getLogger(__name__)
+_FEW = 50  # names, which are all listed where one is wrong
 # How measured tables say that torch-mlir refuses an op, whatever its tensors.
 NOT_LOWERED = "torch-mlir cannot lower it"
 
@@ -162,6 +165,7 @@ def _table(source: str, table: Mapping[str, Any]) -> Capabilities:
         if not isinstance(table.get(section, kind()), kind):
             raise ValueError(f"{section!r} is no {'list of tables' if kind is list else 'table'}")
     ops, host = table.get("ops", {}), table.get("host", {})
+    _check_ops(source, ops, host)
     for op, reason in host.items():
         if not isinstance(reason, str):
             raise ValueError(f"[host] gives the reason for {op!r} as text, not {reason!r}")
@@ -184,9 +188,27 @@ def _refuse_unknown(where: str, names: Iterable[str], known: Iterable[str]) -> N
     known = list(known)
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{where}: unknown {name!r}{hint}")
+            say = there_are if len(known) < _FEW else suggested
+            raise ValueError(f"{where}: unknown {name!r}.{say(name, known)}")
+
+
+def _check_ops(source: str, ops: Mapping[str, Any], host: Mapping[str, Any]) -> None:
+    """Check how ops are named; warn of those that this PyTorch has not: another version may.
+
+    Raises:
+        ValueError: a name is none of an op, or an op is in both sections.
+    """
+    known = set(torch._C._dispatch_get_all_op_names())
+    for name in (*ops, *host):
+        namespace, *rest = name.split(".")
+        if len(rest) != 2 or not all((namespace, *rest)):
+            raise ValueError(f"{name!r} names no op: it is 'namespace.op.overload'")
+        if name in ops and name in host:
+            raise ValueError(f"{name!r} is in [ops] and in [host]")
+        full = f"{namespace}::{'.'.join(rest).removesuffix('.default')}"
+        if namespace == "aten" and full not in known:
+            hint = suggested(full, known).replace("::", ".")
+            _log.warning("%s: PyTorch %s has no op %r.%s", source, torch.__version__, name, hint)
 
 
 def _limit(row: Mapping[str, Any], known_ops: Iterable[str]) -> Limit:

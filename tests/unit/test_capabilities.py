@@ -22,8 +22,8 @@ def test_long_rows_are_sorted_by_the_host() -> None:
     ("limit", "problem"),
     [
         ('longer_than = "x"', "number of elements"),
-        ("longest = 3", "unknown 'longest', did you mean 'longer_than'"),
-        ('dtypes = ["float32"]', "unknown 'float32', did you mean 'f32'"),
+        ("longest = 3", "unknown 'longest'. Did you mean 'longer_than'"),
+        ('dtypes = ["float32"]', "unknown 'float32'.* There are: bf16, bool"),
     ],
 )
 def test_a_limit_that_says_nothing_sensible_is_refused(
@@ -40,10 +40,12 @@ def test_a_limit_that_says_nothing_sensible_is_refused(
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (f'[op]\n"{SORT}" = ["f32"]', "section: unknown 'op', did you mean 'ops'"),
+        (f'[op]\n"{SORT}" = ["f32"]', "section: unknown 'op'. Did you mean 'ops'"),
         (f'[ops]\n"{SORT}" = "f32"', "is a list of names, not 'f32'"),
-        (f'[ops]\n"{SORT}" = ["float32"]', "unknown 'float32', did you mean 'f32'"),
+        (f'[ops]\n"{SORT}" = ["float32"]', "unknown 'float32'.* There are: bf16, bool"),
         (f'[host]\n"{SORT}" = 3', "as text, not 3"),
+        ('[ops]\n"relu" = ["f32"]', "'relu' names no op: it is 'namespace.op.overload'"),
+        (f'[ops]\n"{SORT}" = ["f32"]\n[host]\n"{SORT}" = "r"', "is in .ops. and in .host."),
         ("ops = 3", "'ops' is no table"),
         ("limits = [3]", "cannot read the capability table"),
         (
@@ -59,3 +61,15 @@ def test_a_table_that_says_nothing_sensible_is_refused(
     path.write_text(text)
     with pytest.raises(CapabilityError, match=problem):
         load_capabilities(str(path))
+
+
+def test_an_op_that_pytorch_has_not_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "table.toml"
+    path.write_text('[ops]\n"aten.sort.default" = ["f32"]\n"aten.relux.default" = ["f32"]\n')
+    load_capabilities(str(path))
+    assert caplog.messages == [
+        f"{path}: PyTorch {torch.__version__} has no op 'aten.relux.default'."
+        " Did you mean 'aten.relu'?"
+    ]

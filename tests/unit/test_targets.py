@@ -14,6 +14,7 @@ from npu_iree.targets import ENTRY_POINT_GROUP, NPU_LOCAL, NPU_VIRTUAL, Target, 
 
 OURS = {"npu-local", "npu-virtual", "cuda"}
 vendor = replace(NPU_VIRTUAL, compile=replace(NPU_VIRTUAL.compile, name="vendor"))
+other = replace(NPU_VIRTUAL, compile=replace(NPU_VIRTUAL.compile, name="other"))
 taken = replace(NPU_VIRTUAL, alignment_bytes=128)
 
 
@@ -27,6 +28,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "gone": "no_such_package:TARGET",
             "number": f"{__name__}:OURS",
             "npu-twice": f"{__name__}:taken",
+            "named": f"{__name__}:other",
         }.items()
     ]
     module = import_module("npu_iree.targets")
@@ -40,15 +42,16 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_packages_that_fail_are_told_of_and_disable_no_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert set(targets()) == {*OURS, "vendor"}
+    assert set(targets()) == {*OURS, "vendor", "other"}
     assert find_target("npu-virtual") is NPU_VIRTUAL
     assert find_target("vendor") is vendor
-    assert len(caplog.records) == 3
+    assert len(caplog.records) == 4
     targets()
-    assert len(caplog.records) == 3, "once"
+    assert len(caplog.records) == 4, "once"
     for name, reason in (
         ("gone", "cannot be loaded: ModuleNotFoundError: No module named 'no_such_package'"),
         ("number", "is no npu_iree.Target but set"),
+        ("named", "the target of this entry point is named 'other'"),
         ("npu-twice", "another package defines a target 'npu-virtual', too"),
     ):
         assert f"target {name} (" in caplog.text
@@ -76,6 +79,7 @@ def test_a_target_that_cannot_be_is_refused(field: str, value: Any, reason: str)
     ("field", "value", "reason"),
     [
         ("rewrites", ("brodcasts",), "'brodcasts' is a rewrite; there are: .*broadcasts"),
+        ("flag_sets", ("--one", "--two"), "flag_sets are tuples of flags, .*not .'--one', '--two'"),
         ("candidates", (), "'.*' is a candidate of its choices; there are: none"),
     ],
 )
