@@ -114,6 +114,7 @@ def write_artifact(
     beside = path.with_suffix(f".{options.params}")
     if path.is_dir() or path == beside:
         raise ArtifactError(path, "it cannot be written: call it something.vmfb")
+    check_writable(path)
     exports = capture_exports(programs, compiler.builder.target.keep_ops)
     check_exports(
         exports, options.target, compiler.capabilities, compiler.builder.toolchain.kernels
@@ -161,6 +162,20 @@ def _check_replaced(artifact: Path, beside: Path, tensors: Mapping[str, torch.Te
         f"it would be written over, and {artifact.name} was not written with it: move it, or call "
         "the artifact something else",
     )
+
+
+def check_writable(path: Path) -> None:
+    """Find out before all is compiled whether a file can be written; nothing is made for that.
+
+    Raises:
+        ArtifactError: it cannot.
+    """
+    folders = path.absolute().parents
+    try:
+        with tempfile.TemporaryFile(dir=next(folder for folder in folders if folder.exists())):
+            pass
+    except OSError as error:
+        raise ArtifactError(path, f"it cannot be written: {error.strerror}") from error
 
 
 def write_files(

@@ -149,4 +149,6 @@ def _everything(tensor: torch.Tensor) -> torch.Tensor:
 def _put(tensor: torch.Tensor, op: torch._ops.OpOverload) -> torch.Tensor:
     if tensor.layout is not torch.strided:
         return tensor
+    if tensor.is_nested:
+        raise NotImplementedError(f"{op}: the device has no nested tensors; call it on the CPU")
     return to_device(tensor, str(op))

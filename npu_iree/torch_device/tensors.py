@@ -248,6 +248,11 @@ def _sparse(op: Any) -> Callable[..., Any]:
     return sparse
 
 
+def _has_no_nested_form(*_: Tensor) -> bool:
+    """Tell `nn.TransformerEncoder` to keep padded batches: the device has no nested tensors."""
+    return False
+
+
 def _choose_attention(*args: Any, **kwargs: Any) -> int:
     return 0  # the one that is made of other ops
 
@@ -301,6 +306,7 @@ def _is_pinned(tensor: Tensor, device: torch.device | None = None) -> bool:
 
 # Made of differentiable ops: they stand before autograd, not behind it.
 DIFFERENTIABLE: dict[str, Callable[..., Any]] = {
+    "_nested_tensor_from_mask_left_aligned": _has_no_nested_form,
     "to_sparse": _sparse(aten.to_sparse.default),
     "to_sparse.sparse_dim": _sparse(aten.to_sparse.sparse_dim),
 }

@@ -164,3 +164,16 @@ def test_an_index_out_of_range_is_told_where_one_waits() -> None:
         with pytest.raises(IndexError, match=r"index out of range in dimension 0 .*embedding"):
             look()
     assert torch.nn.functional.embedding(bad - 1, table)[1].tolist() == [9, 10, 11]
+
+
+def test_padded_batches_have_no_nested_form_on_the_device() -> None:
+    """`nn.TransformerEncoder` asks for one where it is not trained."""
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 1).eval()
+    x, is_padding = torch.randn(2, 4, 8), torch.tensor([[False] * 3 + [True], [False] * 4])
+    with torch.no_grad():
+        expected = model(x, src_key_padding_mask=is_padding)
+        found = model.to("npu")(x.to("npu"), src_key_padding_mask=is_padding.to("npu")).cpu()
+    torch.testing.assert_close(found[~is_padding], expected[~is_padding], rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="the device has no nested tensors"):
+        torch._nested_tensor_from_mask(x.to("npu"), ~is_padding.to("npu"))

@@ -16,6 +16,7 @@ from lowering.decompositions import decomposition_table
 from lowering.vmfb import read_manifest
 from models.small import Net, SmallModel, compiled
 from npu_iree.errors import TargetError
+from npu_iree.offline import build
 from npu_iree.offline.build import BuildOptions, write_artifact
 
 Command = Callable[..., Ended]
@@ -408,6 +409,17 @@ def test_nothing_is_left_of_an_artifact_that_cannot_be_written(tmp_path: Path) -
     with pytest.raises(npu_iree.ArtifactError, match="cannot be written"):
         compiled({"main": model}, tmp_path / "taken.vmfb")
     assert {p.name for p in tmp_path.iterdir()} == {"folder", "taken.vmfb"}
+
+
+def test_what_cannot_be_written_is_not_compiled_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "capture_exports", None)
+    model = SmallModel(Net(), (torch.ones(2, 4),))
+    for path in (Path("/proc/x.vmfb"), tmp_path / "taken" / "new" / "x.vmfb"):
+        (tmp_path / "taken").touch()
+        with pytest.raises(npu_iree.ArtifactError, match=f"{path}.* cannot be written"):
+            compiled({"main": model}, path)
 
 
 def test_parameters_of_others_are_not_written_over(tmp_path: Path) -> None:

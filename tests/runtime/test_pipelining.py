@@ -233,6 +233,23 @@ def test_copy_budget_raises_before_the_copy(target: str) -> None:
     torch.testing.assert_close(compiled(x), expected)
 
 
+def test_a_call_that_fails_waits_for_all_that_it_has_submitted(compile_function: Compile) -> None:
+    """They may read the caller's tensors in place, which are his again once the call has failed."""
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.median(torch.relu(x)) + 1, torch.relu(y)  # the host waits for the first
+
+    device = npu_iree.open_device("npu-virtual")
+    runner = compile_function(function, torch.ones(3), torch.ones(5), target="npu-virtual")
+    fails, is_late = device.gate(), device.gate()
+    x, y = (device.put(torch.ones(n), after=g.point) for n, g in ((3, fails), (5, is_late)))
+    threading.Timer(0.5, is_late.open).start()
+    fails.fail("lost")
+    with pytest.raises(npu_iree.DeviceError, match="lost"):
+        runner(x, y)
+    assert y.ready.is_reached()
+
+
 def policy_of_a_wait_for(array: DeviceArray, gate: Gate) -> tuple[int, int]:
     """Wait in a thread, open the gate meanwhile; give the thread's policy while it waits, after."""
     after: list[int] = []
