@@ -10,9 +10,8 @@ from torch import fx
 
 from lowering.errors import StageError
 from lowering.manifest import Dispatch
-from lowering.pipeline import Toolchain, options_for, run_stage
+from lowering.pipeline import Toolchain, options_for, rewritten, run_stage
 from lowering.program import Program
-from lowering.rewrites import rewrite
 from lowering.source import model_line
 from lowering.stages.aten_to_torch import ATEN_TO_LOCATED_TORCH
 from lowering.stages.torch_to_dispatches import TORCH_TO_DISPATCHES
@@ -40,7 +39,7 @@ def list_dispatches(
     Raises:
         WorkerStartError: the service has no workers.
     """
-    graphs = {entry: rewrite(graph, target) for entry, graph in program.graphs.items()}
+    graphs = rewritten(program, target)
     options = options_for(program, flags, toolchain)
     try:
         located = run_stage(ATEN_TO_LOCATED_TORCH, graphs, options, toolchain)

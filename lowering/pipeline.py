@@ -93,7 +93,7 @@ def compile_program(
         StageError: a stage failed, with every flag set where it is one of IREE's.
         WorkerStartError: the service has no workers.
     """
-    graphs = {entry: _rewritten(graph, target) for entry, graph in program.graphs.items()}
+    graphs = rewritten(program, target)
     if dump is not None:
         text = "\n".join(map(_readable, graphs.values()))
         _keep(dump / "00-graph.txt", text.encode())
@@ -119,13 +119,16 @@ def compile_program(
     raise StageError(LINALG_TO_FLOW.name, f"target {target.name!r} lists no flag sets")
 
 
-def _rewritten(graph_module: fx.GraphModule, target: CompileTarget) -> fx.GraphModule:
-    """Rewrite a graph; where a rule fails, the graph as it is computes the same."""
-    try:
-        return rewrite(graph_module, target)
-    except Exception as error:
-        log.warning("a graph is not rewritten for %s, and may be slower: %r", target.name, error)
-        return graph_module
+def rewritten(program: Program, target: CompileTarget) -> dict[str, fx.GraphModule]:
+    """Rewrite the graphs of a program; where a rule fails, the graph as it is computes the same."""
+    graphs = dict(program.graphs)
+    for entry, graph in graphs.items():
+        try:
+            graphs[entry] = rewrite(graph, target)
+        except Exception as error:
+            text = "%s is not rewritten for %s, and may be slower: %r"
+            log.warning(text, program.name, target.name, error)
+    return graphs
 
 
 def options_for(program: Program, flags: FlagSet, toolchain: Toolchain) -> CompileOptions:
@@ -154,7 +157,7 @@ def stop_after(
         raise ValueError(f"no stage {stage!r}; there are: {', '.join(names)}")
     flags = target.flag_sets_for(program.traits, toolchain.flags)[0]
     options = options_for(program, flags, toolchain)
-    value: Any = {entry: rewrite(graph, target) for entry, graph in program.graphs.items()}
+    value: Any = rewritten(program, target)
     for step in STAGES[: names.index(stage) + 1]:
         value = run_stage(step, value, options, toolchain)
     return value if isinstance(value, bytes) else bytes(value.encode())

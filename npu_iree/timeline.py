@@ -324,7 +324,7 @@ def joined(points: Collection[Timepoint]) -> tuple[Any, Sequence[Timepoint]]:
 
 
 def wait_all(points: Collection[Timepoint], timeout_s: float | None = None) -> None:
-    """Wait for several points behind one wait.
+    """Wait for several points behind one wait, which ends when one has failed: others go on.
 
     Raises:
         DeviceError: as `Timepoint.wait`.

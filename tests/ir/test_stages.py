@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
+from lowering import pipeline
 from lowering.abi import (
     LEND,
     LEND_RESULTS,
@@ -734,6 +735,21 @@ def test_a_failed_stage_says_which_and_leaves_what_repeats_it(tmp_path: Path) ->
     assert done.returncode == 1
     assert "nonsense" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_rewrite_that_fails_is_told_of_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("no such rule")
+
+    monkeypatch.setattr(pipeline, "rewrite", fail)
+    region = region_of(torch.relu, torch.zeros(4, 8))
+    assert compile_program(Program.of(region), NPU_LOCAL.compile).vmfb
+    (message,) = caplog.messages
+    assert (
+        "is not rewritten for npu-local, and may be slower: ValueError('no such rule')" in message
+    )
 
 
 def test_a_file_that_no_stage_wrote_is_refused(tmp_path: Path) -> None:
