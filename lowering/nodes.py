@@ -60,6 +60,7 @@ FACTORY_OPS = frozenset(
     [
         "aten.arange",
         "aten.empty",
+        "aten.empty_permuted",
         "aten.eye",
         "aten.full",
         "aten.linspace",

@@ -160,7 +160,7 @@ def _take_along(nodes: Sequence[fx.Node], host_ops: dict[fx.Node, HostOp]) -> No
             host_ops[node] = host_ops[node.args[0]]  # type: ignore[index]
     for node in reversed(nodes):  # what is made from nothing for the host is made there
         if is_one_of(node, FACTORY_OPS) and node.users and host_ops.keys() >= node.users.keys():
-            host_ops.setdefault(node, _host_op(node, "cost", "made from nothing, for the host"))
+            host_ops[node] = _host_op(node, "cost", "made from nothing, for the host")
 
 
 def _views_to(node: fx.Node) -> list[fx.Node]:

@@ -171,3 +171,12 @@ def test_a_mask_does_not_wait_for_the_device(counts: Counter[str]) -> None:
     with npu_iree.copy_budget(waits=1), npu_iree.record_transfers() as ledger:
         compiled(x)
     assert [entry.owner for entry in ledger.waits] == ["the caller"]
+
+
+def test_what_is_drawn_in_another_order_is_no_op_that_the_target_lacks(
+    counts: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    compiled = torch.compile(lambda x: torch.randn_like((x * 2).t()), backend="npu_iree")
+    assert compiled(torch.ones(4, 9)).stride() == (1, 9)
+    assert counts["unsupported_ops"] == 1, "the draw itself"
+    assert "empty" not in caplog.text
