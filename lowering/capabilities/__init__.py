@@ -115,7 +115,7 @@ class Capabilities:
                 return f"no device buffer holds the layout {tensor.layout}"
             name = dtype_name(tensor.dtype)
             if name not in self.ops[op]:
-                return f"the target does not run it in {name}"
+                return f"the target does not run it on tensors of {name}"
         return next((limit.reason for limit in self.limits if limit.covers(op, tensors)), None)
 
 

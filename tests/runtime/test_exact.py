@@ -34,6 +34,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
         lambda x: torch.div(x, 0.1, rounding_mode="trunc"),
         (torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64),),
     ),
+    "the largest so far": (
+        lambda x, i: (x.cummax(1), x.cummin(0), i.cummax(-1), i.cummin(1), (x * INF).cummax(1)),
+        (FLOATS, WHOLE),
+    ),
     "NaN beside whole numbers": (
         lambda x, y: (torch.maximum(x, y), torch.minimum(x, y), torch.clamp(x, y), y.clamp(max=x)),
         (torch.tensor([float("nan"), 5.0, -INF]), torch.tensor([1, 2, 3])),
