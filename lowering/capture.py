@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
+from torch._prims.rng_prims import run_and_save_rng_state
 
 from lowering.comparisons import compare_with_tensors
 from lowering.empty import make_empty_values
@@ -348,7 +349,11 @@ def _fake_result(node: fx.Node) -> Any:
     """Say what a node gives: AOTAutograd's partitioner makes some and leaves it out."""
     target: Any = node.target
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-    with detect_fake_mode(args) or contextlib.nullcontext():
+    with detect_fake_mode(args) or contextlib.nullcontext() as mode:
+        if target is run_and_save_rng_state:  # PyTorch's fake one knows its own devices alone
+            op, *rest = args
+            state = torch.default_generator.get_state()
+            return mode.from_tensor(state) if mode else state, op(*rest, **kwargs)
         return target(*args, **kwargs)
 
 

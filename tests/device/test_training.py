@@ -9,12 +9,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import npu_iree
 from npu_iree import torch_device
@@ -215,3 +217,23 @@ def test_what_a_step_leaves_keeps_no_activations(with_loss: bool) -> None:
         assert target.blocks.lent_bytes == 0
     assert int(net[1].num_batches_tracked) == 3
     assert kept[0].item() == kept[2].item()
+
+
+def test_dropout_is_drawn_again_where_activations_are_checkpointed() -> None:
+    """The state of the generator, which is the CPU's, is saved and put back by the graphs."""
+
+    def forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return checkpoint(
+            lambda x, w: F.dropout((x @ w).relu(), 0.5), x, weight, use_reentrant=False
+        )
+
+    def step(function: Any, device: str) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        given = [t.to(device).requires_grad_() for t in (torch.ones(4, 8), torch.ones(8, 8))]
+        result = function(*given).sin()
+        found = [result, *torch.autograd.grad(result.sum(), given)]
+        return [*(t.detach().cpu() for t in found), torch.get_rng_state()]
+
+    compiled, expected = torch.compile(forward, backend="npu_iree"), step(forward, "cpu")
+    for _ in range(2):
+        torch.testing.assert_close(step(compiled, "npu"), expected)

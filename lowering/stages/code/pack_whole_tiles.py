@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from lowering.stages.ir.dispatch_work import sizes_of
+from lowering.stages.ir.structured import loops_of, maps_of
 from lowering.stages.ir.symbols import CONFIG, device_functions, inside, maker_of
 
 _PACK = "iree_linalg_ext.map_store"
@@ -50,7 +51,7 @@ def _divide(pack: Any) -> None:
     if found is None or tiled is None:
         return
     dimension, rows = tiled
-    loop = _loop_of(maker, dimension)
+    loop = loops_of(maps_of(maker)[-1])[dimension]
     item = [int(size) for size in found[0].split(", ")]
     if loop is None or loop == len(item) - 1 or item[loop] % rows == 0 or 0 in item:
         return
@@ -84,12 +85,3 @@ def _tiled_dimension(pack: Any) -> tuple[int, int] | None:
         if tile == rows and isinstance(index.owner, ir.Block):
             found.add(ir.BlockArgument(index).arg_number)
     return (found.pop(), rows) if len(found) == 1 else None
-
-
-def _loop_of(generic: Any, dimension: int) -> int | None:
-    """Return which loop of an op goes along a dimension of its result."""
-    from iree.compiler import ir
-
-    (*_, written) = generic.attributes["indexing_maps"]
-    expression = ir.AffineMapAttr(written).value.results[dimension]
-    return expression.position if isinstance(expression, ir.AffineDimExpr) else None

@@ -19,7 +19,7 @@ from lowering.stages.ir.factors import (
     shapes_of,
     transposed,
 )
-from lowering.stages.ir.structured import RESHAPES, is_elementwise
+from lowering.stages.ir.structured import RESHAPES, is_elementwise, loops_of, maps_of
 from lowering.stages.ir.symbols import maker_of
 from lowering.stages.ir.templates import replace_by, tensor
 
@@ -323,16 +323,14 @@ def _product_of(op: Any) -> tuple[_Product, list[Any]] | None:
 
 def _marked(op: Any) -> _Product | None:
     """Return what an op computes if it was marked, and IREE has fused nothing into it."""
-    from iree.compiler import ir
-
-    maps = [ir.AffineMapAttr(a).value for a in op.attributes["indexing_maps"]]
+    maps = maps_of(op)
     if len(maps) != 3 or not _adds_products(op) or (shapes := shapes_of(op, bytes_at=0)) is None:
         return None
     outer = maps[2].n_dims - 1
     letters = [*"abcdefgh"[:outer], "k"]  # the loops of the result, then the sum's
     if len(letters) <= outer or not all(m.is_projected_permutation for m in maps):
         return None
-    loops = ["".join(letters[ir.AffineDimExpr(d).position] for d in m.results) for m in maps]
+    loops = ["".join(letters[loop] for loop in loops_of(m) if loop is not None) for m in maps]
     if loops[2] != "".join(letters[:-1]):
         return None
     return _Product.of(loops, shapes, str(op.operands[0].type.element_type))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowering.stages.ir.dispatch_work import walk
-from lowering.stages.ir.structured import RESHAPES, inputs_of, is_elementwise
+from lowering.stages.ir.structured import RESHAPES, inputs_of, is_elementwise, loops_of, maps_of
 from lowering.stages.ir.symbols import maker_of, origin_of
 from lowering.stages.ir.templates import put
 
@@ -92,12 +92,10 @@ def _product_in(op: Any) -> Any:
 
     Not of what is like a product of matrices, each of which has a loop of the result to itself.
     """
-    from iree.compiler import ir
-
-    maps = [ir.AffineMapAttr(a).value for a in op.attributes["indexing_maps"]]
+    maps = maps_of(op)
     if len(op.results) != 1 or not all(m.is_projected_permutation for m in maps):
         return None
-    *inputs, kept = ({ir.AffineDimExpr(d).position for d in m.results} for m in maps)
+    *inputs, kept = (set(loops_of(m)) for m in maps)
     own = [[(one & kept) - other for other in inputs] for one in inputs]
     is_of_matrices = any(own[i][j] and own[j][i] for i in range(len(own)) for j in range(i))
     if is_of_matrices or maps[0].n_dims - len(kept) < 2:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lowering.stages.ir.device_programs import is_at, is_loaded
 from lowering.stages.ir.dispatch_work import STORE
-from lowering.stages.ir.structured import inputs_of, is_elementwise
+from lowering.stages.ir.structured import inputs_of, is_elementwise, loops_of, maps_of
 from lowering.stages.ir.symbols import maker_of
 from lowering.stages.ir.templates import put, tensor
 
@@ -126,7 +126,8 @@ def _computed(op: Any, parts: Mapping[Any, Any], tile: Tile) -> list[Any]:
 
     kept = tile.kept
     operands, reads = list[Any](), list[Sequence[int]]()
-    for value, dims in zip(inputs_of(op), _loops_of(op), strict=False):
+    for value, along in zip(inputs_of(op), maps_of(op), strict=False):
+        dims = [loop for loop in loops_of(along) if loop is not None]
         if value in parts:
             operands.append(parts[value])
         else:
@@ -163,10 +164,10 @@ def _computes_tiles(op: Any, tiled: Collection[Any], rank: int) -> bool:
     """Say whether an op computes from some values, and others that are loaded, number by number."""
     if not is_elementwise(op) or _reads_more(op):
         return False
-    inputs, whole, loops = inputs_of(op), list(range(rank)), _loops_of(op)
+    inputs, whole, loops = inputs_of(op), list(range(rank)), [*map(loops_of, maps_of(op))]
     read, made = loops[: len(inputs)], loops[len(inputs) :]
     return all(dims == whole for dims in made) and all(
-        dims == whole if value in tiled else -1 not in dims and is_loaded(value)
+        dims == whole if value in tiled else None not in dims and is_loaded(value)
         for value, dims in zip(inputs, read, strict=True)
     )
 
@@ -180,16 +181,6 @@ def _reads_more(op: Any) -> bool:
     read = [value for inner in body for value in inner.operands if value not in known]
     has_index = any(inner.name == "linalg.index" for inner in body)
     return has_index or any(maker_of(value) != "arith.constant" for value in read)
-
-
-def _loops_of(op: Any) -> list[list[int]]:
-    """Return the loops along the dimensions of what an op reads and makes; -1 is none."""
-    from iree.compiler import ir
-
-    maps = [ir.AffineMapAttr(a).value for a in op.attributes["indexing_maps"]]
-    return [
-        [d.position if isinstance(d, ir.AffineDimExpr) else -1 for d in m.results] for m in maps
-    ]
 
 
 def dtype_of(value: Any) -> str:

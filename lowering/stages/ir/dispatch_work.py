@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lowering.stages.ir.structured import inputs_of, is_elementwise
+from lowering.stages.ir.structured import inputs_of, is_elementwise, loops_of, maps_of
 
 _LOOP = "scf.for"
 _ITEM = "hal.interface.workgroup.id"
@@ -115,14 +115,12 @@ def _attention(op: Any) -> int | None:
 
 def _loops(op: Any, operands: Sequence[int]) -> tuple[int | None, ...]:
     """Return the sizes of the loops over some operands: of the dimensions that each indexes."""
-    from iree.compiler import ir
-
-    maps = [ir.AffineMapAttr(m).value for m in op.attributes["indexing_maps"]]
+    maps = maps_of(op)
     sizes: dict[int, int | None] = {}
     for i in operands:
-        for expression, size in zip(maps[i].results, sizes_of(op.operands[i].type), strict=True):
-            if isinstance(expression, ir.AffineDimExpr):
-                sizes.setdefault(expression.position, size)
+        for loop, size in zip(loops_of(maps[i]), sizes_of(op.operands[i].type), strict=True):
+            if loop is not None:
+                sizes.setdefault(loop, size)
     return tuple(sizes.values())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from lowering.stages.ir.structured import is_elementwise
+from lowering.stages.ir.structured import is_elementwise, maps_of
 from lowering.stages.ir.symbols import maker_of, origin_of
 
 TO_FLOAT = "arith.sitofp"
@@ -41,7 +41,7 @@ def is_plain(op: Any, rank: int) -> bool:
     stack = [ir.AffineDimExpr.get(0)] if rank == 3 else []
     m, n, k = (ir.AffineDimExpr.get(d) for d in range(len(stack), len(stack) + 3))
     plain = ([*stack, m, k], [*stack, k, n], [*stack, m, n])
-    maps = [ir.AffineMapAttr(a).value for a in op.attributes["indexing_maps"]]
+    maps = maps_of(op)
     return all(list(a.results) == b for a, b in zip(maps, plain, strict=True))
 
 
@@ -56,11 +56,9 @@ def transposed(value: Any, rank: int) -> Any:
 
 def narrow_of(value: Any) -> Any:
     """Return what a value has all the numbers of, in a dtype of fewer bits; None: of nothing."""
-    from iree.compiler import ir
-
     if maker_of(value) != "linalg.generic" or not is_elementwise(op := value.owner):
         return None
-    maps = [ir.AffineMapAttr(a).value for a in op.attributes["indexing_maps"]]
+    maps = maps_of(op)
     first, *others = op.regions[0].blocks[0].operations
     is_cast = first.operation.name in _WIDENS and len(others) == 1 and len(maps) == 2
     return op.operands[0] if is_cast and all(m == maps[-1] for m in maps) else None

@@ -20,6 +20,26 @@ def inputs_of(op: Any) -> list[Any]:
     return list(op.operands)[: len(op.operands) - len(op.results)]
 
 
+def maps_of(op: Any) -> list[Any]:
+    """Return the indexing maps of an op: of what it reads, then of what it makes."""
+    from iree.compiler import ir
+
+    return [ir.AffineMapAttr(a).value for a in op.attributes["indexing_maps"]]
+
+
+def loops_of(indexing: Any) -> list[int | None]:
+    """Return the loop that each dimension of a map goes along; None: a number, or several loops."""
+    from iree.compiler import ir
+
+    return [d.position if isinstance(d, ir.AffineDimExpr) else None for d in indexing.results]
+
+
+def loop_of_index(value: Any) -> int | None:
+    """Return the loop in whose body a value is the index; None: it is none."""
+    is_index = maker_of(value) == "linalg.index"
+    return int(value.owner.attributes["dim"].value) if is_index else None
+
+
 def is_tensor(value: Any) -> bool:
     """Say whether a value is a tensor of one dimension or more."""
     from iree.compiler import ir
@@ -46,27 +66,22 @@ def is_elementwise(op: Any) -> bool:
 
 def broadcast_inputs(op: Any) -> list[int]:
     """Return which operands a `linalg.generic` reads again for other numbers of its loops."""
-    from iree.compiler import ir
-
     if op.operation.name != "linalg.generic":
         return []
-    maps = [ir.AffineMapAttr(a).value for a in op.attributes["indexing_maps"]][: len(inputs_of(op))]
+    maps = maps_of(op)[: len(inputs_of(op))]
     return [i for i, read in enumerate(maps) if len(read.results) < read.n_dims]
 
 
 def repeated_dims(op: Any) -> set[int]:
     """Return the dimensions along which an op repeats what it reads; none if it does more."""
-    from iree.compiler import ir
-
     if not is_elementwise(op) or len(op.results) != 1 or len(inputs_of(op)) != 1:
         return set()
     block = op.regions[0].blocks[0]
     first = next(iter(block.operations))  # the yield, if it is the only op
     if first.operation.name != "linalg.yield" or first.operands[0] != block.arguments[0]:
         return set()
-    read, made = (ir.AffineMapAttr(a).value for a in op.attributes["indexing_maps"])
-    loops = {d.position for d in read.results if isinstance(d, ir.AffineDimExpr)}
-    return set(range(made.n_dims)) - loops
+    read, made = maps_of(op)
+    return set(range(made.n_dims)).difference(loops_of(read))
 
 
 def products_of(value: Any) -> list[Any]:

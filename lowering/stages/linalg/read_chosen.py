@@ -8,7 +8,7 @@ from typing import Any
 
 from lowering.cpu import best_for
 from lowering.stages.ir.factors import is_plain, is_weight, shapes_of, transposed
-from lowering.stages.ir.structured import inputs_of, is_zeros
+from lowering.stages.ir.structured import inputs_of, is_zeros, loop_of_index, maps_of
 from lowering.stages.ir.symbols import maker_of
 from lowering.stages.ir.templates import clones, floats, put, replace_by
 
@@ -220,7 +220,7 @@ def _index_of(op: Any) -> Sequence[Any]:
 
     if len(inputs_of(op)) != 1 or len(op.results) != 1:
         return ()
-    by_block, own = (ir.AffineMapAttr(a).value for a in op.attributes["indexing_maps"])
+    by_block, own = maps_of(op)
     body = op.regions[0].blocks[0]
     *_, end = body.operations
     reads = [inner for inner in body.operations if inner.operation.name == "tensor.extract"]
@@ -232,13 +232,7 @@ def _index_of(op: Any) -> Sequence[Any]:
     ):
         return ()
     _, index, *others = reads[0].operands
-    return _makers(index, body) if [_loop_of(other) for other in others] == [1, 2] else ()
-
-
-def _loop_of(value: Any) -> int | None:
-    """Return which loop's index a value is."""
-    is_index = maker_of(value) == "linalg.index"
-    return int(value.owner.attributes["dim"].value) if is_index else None
+    return _makers(index, body) if [*map(loop_of_index, others)] == [1, 2] else ()
 
 
 def _makers(value: Any, body: Any) -> Sequence[Any]:

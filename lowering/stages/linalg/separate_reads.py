@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from lowering.stages.ir.barrier import behind_barrier
-from lowering.stages.ir.structured import inputs_of, is_elementwise
+from lowering.stages.ir.structured import (
+    inputs_of,
+    is_elementwise,
+    loop_of_index,
+    loops_of,
+    maps_of,
+)
 from lowering.stages.ir.symbols import maker_of, origin_of
-
-_MAP = re.compile(r"\((?P<loops>[^)]*)\) -> \((?P<results>.*)\)>")
 
 # Where a dimension of a reduction's result is in a value made from it: a dimension of the value,
 # and what happened to it on the way (slices, splits); None if it is gone.
@@ -48,7 +51,7 @@ def separate_reads(function: Any) -> None:
 def _visit_generic(op: Any, reads: dict[Any, _Reads]) -> None:
     from iree.compiler import ir
 
-    maps = [_parse(str(text)) for text in op.attributes["indexing_maps"]]
+    maps = maps_of(op)
     inputs, reduces = inputs_of(op), not is_elementwise(op)
     found: dict[Any, tuple[_Place, ...]] = {}
     operands = [(op.operation, i, _to_loops(maps[i])) for i in range(len(inputs))]
@@ -91,10 +94,8 @@ def _is_diagonal(value: Any, loops: Sequence[_Place]) -> bool:
 
 
 def _loop(index: Any) -> _Place:
-    index = origin_of(index, ("arith.index_cast",))
-    if maker_of(index) != "linalg.index":
-        return None
-    return int(index.owner.attributes["dim"].value), ()
+    loop = loop_of_index(origin_of(index, ("arith.index_cast",)))
+    return None if loop is None else (loop, ())
 
 
 def _conflict(one: tuple[_Place, ...] | None, other: tuple[_Place, ...]) -> bool:
@@ -127,22 +128,13 @@ def _behind_barrier(value: Any) -> Any:
     return view.results[0]
 
 
-def _parse(text: str) -> tuple[list[str], list[str]]:
-    """Split `affine_map<(d0, d1) -> (d0, 0)>` into its loops and its results."""
-    match = _MAP.search(text)
-    if match is None:
-        raise RuntimeError(f"not an indexing map: {text}")
-    return [part.split(", ") if part else [] for part in match.groups()]  # type: ignore[return-value]
+def _to_loops(indexing: Any) -> list[_Place]:
+    return [None if loop is None else (loop, ()) for loop in loops_of(indexing)]
 
 
-def _to_loops(indexing: tuple[list[str], list[str]]) -> list[_Place]:
-    loops, results = indexing
-    return [(loops.index(r), ()) if r in loops else None for r in results]
-
-
-def _from_loops(indexing: tuple[list[str], list[str]]) -> list[_Place]:
-    loops, results = indexing
-    return [(results.index(loop), ()) if loop in results else None for loop in loops]
+def _from_loops(indexing: Any) -> list[_Place]:
+    loops = loops_of(indexing)
+    return [(loops.index(i), ()) if i in loops else None for i in range(indexing.n_dims)]
 
 
 def _cast(op: Any) -> Sequence[_Place]:

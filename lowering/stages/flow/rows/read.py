@@ -20,7 +20,7 @@ from lowering.stages.flow.rows.graph import (
 from lowering.stages.ir.device_programs import argument_of, is_whole
 from lowering.stages.ir.dispatch_work import LOAD, STORE
 from lowering.stages.ir.sizes import Size, product, sizes_in
-from lowering.stages.ir.structured import inputs_of
+from lowering.stages.ir.structured import inputs_of, loops_of, maps_of
 from lowering.stages.ir.symbols import maker_of
 from lowering.stages.linalg.read_in_panels import PANELS
 
@@ -347,11 +347,5 @@ def _sizes(op: Any, given: Sequence[Any]) -> list[Size] | None:
 
 def _maps(op: Any) -> list[list[int] | None]:
     """Return the loops that each operand of an op goes over; None: other than one a dimension."""
-    from iree.compiler import ir
-
-    found = list[list[int] | None]()
-    for attribute in op.attributes["indexing_maps"]:
-        results = ir.AffineMapAttr(attribute).value.results
-        is_plain = all(isinstance(d, ir.AffineDimExpr) for d in results)
-        found.append([ir.AffineDimExpr(d).position for d in results] if is_plain else None)
-    return found
+    found = map(loops_of, maps_of(op))
+    return [None if None in loops else loops for loops in found]  # type: ignore[misc]
