@@ -348,6 +348,7 @@ def _is_all_of(value: fx.Node, source: fx.Node, sizes: Any, strides: Any, offset
 def _fake_result(node: fx.Node) -> Any:
     """Say what a node gives: AOTAutograd's partitioner makes some and leaves it out."""
     target: Any = node.target
+    args: Any
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     with detect_fake_mode(args) or contextlib.nullcontext() as mode:
         if target is run_and_save_rng_state:  # PyTorch's fake one knows its own devices alone
