@@ -9,9 +9,10 @@ from torch import fx
 
 from lowering.dtypes import dtype_name
 from lowering.kernels import Kernel, KernelError, KernelType
+from lowering.signature import NUMBERS
 
 # What a schema calls a number -> what a kernel takes for it.
-_NUMBERS = {"bool": "i1", "float": "f64", "int": "i64", "SymInt": "i64"}
+_NUMBERS = {**{kind.__name__: name for name, kind in NUMBERS.items()}, "SymInt": "i64"}
 
 
 def check_schema(op: torch._ops.OpOverload, kernel: Kernel) -> None:

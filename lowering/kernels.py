@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lowering.errors import NpuIreeError
+from lowering.signature import NUMBERS
 
 # Where MLIR, and so IREE, calls an element type otherwise than we do.
 ELEMENT_TYPES = {"u8": "i8", "bool": "i1", "c64": "complex<f32>", "c128": "complex<f64>"}
-_NUMBERS = ("f64", "i1", "i64")
 _COMMENT = re.compile(r"//[^\n]*")
 _FUNCTION = re.compile(r"func\.func\s+(?P<private>private\s+)?(?:public\s+)?@(?P<name>[\w$.-]+)")
 _TENSOR = re.compile(r"tensor<(?P<sizes>(?:(?:\d+|\?)x)*)(?P<element>b?f\d+|i\d+|complex<f\d+>)>$")
@@ -177,7 +177,7 @@ def _parts(text: str) -> list[str]:
 
 def _type(op: str, name: str, text: str) -> KernelType:
     text = _ATTRIBUTES.sub("", text).strip()
-    if text in _NUMBERS:
+    if text in NUMBERS:
         return KernelType(text)
     found = _TENSOR.match(text)
     if found is None:

@@ -16,12 +16,11 @@ from lowering.graph_modules import graph_module_of
 from lowering.importable import make_importable
 from lowering.nodes import origin_of
 from lowering.segments import Segment
-from lowering.signature import ScalarSpec, Signature, TensorSpec, inverse
+from lowering.signature import NUMBERS, ScalarSpec, Signature, TensorSpec, inverse
 from lowering.sizes import settled, size_hint
 from lowering.source import SourceLine, user_line
 
 aten = torch.ops.aten
-SCALAR_TYPES = {bool: "i1", int: "i64", float: "f64"}
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,7 @@ def value_spec(value: object) -> TensorSpec | ScalarSpec:
     """Say what a (fake) tensor or a (symbolic) number is to a signature."""
     if isinstance(value, torch.Tensor):
         return tensor_spec(value)
-    for kind, name in SCALAR_TYPES.items():
+    for name, kind in NUMBERS.items():
         if isinstance(value, (kind, getattr(torch, f"Sym{kind.__name__.capitalize()}"))):
             return ScalarSpec(name)
     raise TypeError(f"a region cannot take {value!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -33,6 +33,10 @@ class TensorSpec:
     def is_contiguous(self) -> bool:
         """Whether the memory order is that of the dimensions."""
         return self.order == tuple(range(len(self.shape)))
+
+
+# What a number is to PyTorch, by its dtype; a bool is an int, too, so it comes first.
+NUMBERS: Mapping[str, type] = {"i1": bool, "i64": int, "f64": float}
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,7 @@
-"""Decompositions for the cases in which torch-mlir's own lowering loses NaNs or digits.
+"""Decompositions for the cases in which torch-mlir's own lowering loses digits, or has none.
 
-Its `maximum`, `minimum` and `clamp` drop a NaN on one side, its `argmax` and `argmin` pass NaNs
-over; written as comparisons, on which NaN is false, they do what PyTorch does. Its `neg` and its
-floor division of integers go through floating point, which is not exact; and some of its
-lowerings take unsigned integers for signed ones.
+Its `neg` of integers goes through floating point, which is not exact; some of its lowerings take
+unsigned integers for signed ones, and some of its constants are too short.
 """
 
 from __future__ import annotations
@@ -14,8 +12,6 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-
-from lowering.decompositions.promotion import are_floats, promoted
 
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
@@ -29,53 +25,6 @@ def add(x: torch.Tensor, y: torch.Tensor | Number, *, alpha: Number = 1) -> Any:
         return _UNCHANGED
     flag = y if isinstance(y, torch.Tensor) else _like(x, y)
     return torch.logical_or(x, flag if alpha else torch.zeros_like(flag))
-
-
-def maximum(a: torch.Tensor, b: torch.Tensor) -> Any:
-    """Decompose `aten.maximum` in floats: `a` where it is larger or NaN, else `b`."""
-    if not are_floats(a, b):
-        return _UNCHANGED
-    a, b = promoted(a, b)
-    return torch.where((a > b) | (a != a), a, b)  # asks for NaN
-
-
-def minimum(a: torch.Tensor, b: torch.Tensor) -> Any:
-    """Decompose `aten.minimum` in floats: `a` where it is smaller or NaN, else `b`."""
-    if not are_floats(a, b):
-        return _UNCHANGED
-    a, b = promoted(a, b)
-    return torch.where((a < b) | (a != a), a, b)  # asks for NaN
-
-
-def clamp(x: torch.Tensor, low: Number | None = None, high: Number | None = None) -> Any:
-    """Decompose `aten.clamp` on floats: a NaN is neither below `low` nor above `high`."""
-    if not x.dtype.is_floating_point:
-        return _UNCHANGED
-    if low != low or high != high:  # asks for NaN
-        return torch.full_like(x, math.nan)
-    if low is not None:
-        x = torch.where(x < low, _like(x, low), x)
-    if high is not None:
-        x = torch.where(x > high, _like(x, high), x)
-    return x
-
-
-def clamp_tensor(
-    x: torch.Tensor, low: torch.Tensor | None = None, high: torch.Tensor | None = None
-) -> Any:
-    """Decompose `aten.clamp` by tensors of floats: where a bound is NaN, so is the result."""
-    if not torch.is_floating_point(x):
-        return _UNCHANGED
-    if low is not None:
-        x = torch.maximum(x, low)
-    return x if high is None else torch.minimum(x, high)
-
-
-def hardtanh(x: torch.Tensor, low: Number = -1, high: Number = 1) -> Any:
-    """Decompose `aten.hardtanh` (and so `relu6`) into `clamp`, which keeps integers."""
-    if _is_inexact(x):
-        return torch.clamp(x, low, high)
-    return torch.clamp(x, int(low), int(high))
 
 
 def neg(x: torch.Tensor) -> Any:
@@ -96,22 +45,6 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> Any:
     if dtype is not torch.uint8 or not x.dtype.is_floating_point:
         return _UNCHANGED
     return x.to(torch.int64).to(torch.uint8)
-
-
-def compare(by_tensor: Any, x: torch.Tensor, number: Any) -> Any:
-    """Decompose a comparison with a number: eager rounds it to the dtype that it compares in.
-
-    torch-mlir compares in double precision, where no float32 is 0.1.
-
-    Before: %1 = aten.gt.Scalar(%0, 0.1)                                      with %0 of f32
-    After:  %1 = aten.gt.Tensor(%0, scalar_tensor(0.1, dtype=f32))
-    """
-    dtype = torch.result_type(x, number)
-    is_rounded = dtype.is_floating_point and dtype is not torch.float64
-    if not is_rounded or not isinstance(number, (bool, int, float)):
-        return _UNCHANGED
-    x = x.to(dtype)
-    return by_tensor(x, _like(x, number))
 
 
 def with_number(op: Any, x: torch.Tensor, bits: int) -> Any:
@@ -183,40 +116,6 @@ def roll(x: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> to
     return result
 
 
-def compare_tensors(op: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    """Decompose a comparison of two dtypes into one of the dtype that eager compares in.
-
-    And `x == x`, which torch-mlir folds to true: it is how one asks for NaN.
-    """
-    if x is y and op is torch.eq:
-        return torch.logical_not(x != y)
-    return _UNCHANGED if x.dtype is y.dtype else op(*promoted(x, y))
-
-
-def argmax(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-    """Decompose `aten.argmax` on floats: where the largest value, or else a NaN, is first."""
-    return _first(torch.amax, x, dim, keepdim)
-
-
-def argmin(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
-    """Decompose `aten.argmin` on floats: where the smallest value, or else a NaN, is first."""
-    return _first(torch.amin, x, dim, keepdim)
-
-
-def max_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
-    """Decompose `aten.max.dim` on floats into its values and `argmax`."""
-    if not x.dtype.is_floating_point:
-        return _UNCHANGED
-    return torch.amax(x, dim, keepdim), torch.argmax(x, dim, keepdim)
-
-
-def min_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
-    """Decompose `aten.min.dim` on floats into its values and `argmin`."""
-    if not x.dtype.is_floating_point:
-        return _UNCHANGED
-    return torch.amin(x, dim, keepdim), torch.argmin(x, dim, keepdim)
-
-
 def var(
     x: torch.Tensor,
     dim: list[int] | None = None,
@@ -254,24 +153,6 @@ def var_mean(
     return spread, torch.mean(x, list(dim or range(x.dim())), keepdim)
 
 
-def scatter_mean(
-    x: torch.Tensor,
-    dim: int,
-    index: torch.Tensor,
-    source: torch.Tensor,
-    reduce: str,
-    *,
-    include_self: bool = True,
-) -> Any:
-    """Decompose the mean of `aten.scatter_reduce` on integers: it is rounded down."""
-    if reduce != "mean" or _is_inexact(x):
-        return _UNCHANGED
-    total = torch.scatter_reduce(x, dim, index, source, "sum", include_self=include_self)
-    start = torch.ones_like(x) if include_self else torch.zeros_like(x)
-    count = torch.scatter_add(start, dim, index, torch.ones_like(source))
-    return torch.div(total, torch.clamp(count, 1), rounding_mode="floor")
-
-
 def logspace(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     """Keep `aten.logspace` of integers whole: a power that is a little too small loses one."""
     if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
@@ -279,39 +160,19 @@ def logspace(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any
     return torch._refs.logspace(*args, dtype=dtype, **kwargs)
 
 
-_COMPARISONS = ("eq", "ge", "gt", "le", "lt", "ne")
-
 DECOMPOSITIONS = {
-    **{
-        getattr(aten, name).Scalar: functools.partial(compare, getattr(torch, name))
-        for name in _COMPARISONS
-    },
-    **{
-        getattr(aten, name).Tensor: functools.partial(compare_tensors, getattr(torch, name))
-        for name in _COMPARISONS
-    },
     aten.abs.default: absolute,
     aten.add.Scalar: add,
     aten.add.Tensor: add,
-    aten.argmax.default: argmax,
-    aten.argmin.default: argmin,
     aten.bitwise_or.Scalar: functools.partial(with_number, torch.bitwise_or),
     aten.bitwise_xor.Scalar: functools.partial(with_number, torch.bitwise_xor),
-    aten.clamp.Tensor: clamp_tensor,
-    aten.clamp.default: clamp,
     aten.gelu.default: gelu,
-    aten.hardtanh.default: hardtanh,
     aten.logspace.Scalar_Tensor: logspace,
     aten.logspace.Tensor_Scalar: logspace,
     aten.logspace.Tensor_Tensor: logspace,
     aten.logspace.default: logspace,
-    aten.max.dim: max_dim,
-    aten.maximum.default: maximum,
-    aten.min.dim: min_dim,
-    aten.minimum.default: minimum,
     aten.neg.default: neg,
     aten.roll.default: roll,
-    aten.scatter_reduce.two: scatter_mean,
     aten.sum.default: total,
     aten.sum.dim_IntList: total_dim,
     aten.var.correction: var,
@@ -319,14 +180,6 @@ DECOMPOSITIONS = {
     torch.ops.prims.convert_element_type.default: cast,
     torch.ops.prims.scalar_tensor.default: scalar_tensor,
 }
-
-
-def _first(extreme: Any, x: torch.Tensor, dim: int | None, keepdim: bool) -> Any:
-    if not x.dtype.is_floating_point or x.dim() == 0:
-        return _UNCHANGED
-    value = extreme(x, [] if dim is None else [dim], True)  # NaN if there is a NaN
-    is_it = (x == value) | (x != x)  # asks for NaN
-    return aten.argmax.default(is_it.to(torch.int32), dim, keepdim)
 
 
 def _is_inexact(value: torch.Tensor | Number) -> bool:

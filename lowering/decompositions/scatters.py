@@ -94,6 +94,24 @@ def _order(flat: torch.Tensor) -> torch.Tensor:
     return torch.cumsum(flat.to(torch.int64), 0) - 1
 
 
+def scatter_mean(
+    x: torch.Tensor,
+    dim: int,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    reduce: str,
+    *,
+    include_self: bool = True,
+) -> Any:
+    """Decompose the mean of `aten.scatter_reduce` on integers: it is rounded down."""
+    if reduce != "mean" or x.is_floating_point() or x.is_complex():
+        return _UNCHANGED
+    total = torch.scatter_reduce(x, dim, index, source, "sum", include_self=include_self)
+    start = torch.ones_like(x) if include_self else torch.zeros_like(x)
+    count = torch.scatter_add(start, dim, index, torch.ones_like(source))
+    return torch.div(total, torch.clamp(count, 1), rounding_mode="floor")
+
+
 DECOMPOSITIONS = {
     aten.diagonal_scatter.default: diagonal_scatter,
     aten.histc.default: histc,
@@ -102,4 +120,5 @@ DECOMPOSITIONS = {
     aten.scatter.reduce: scatter_reduce,
     aten.scatter.src: scatter,
     aten.scatter.value: scatter_number,
+    aten.scatter_reduce.two: scatter_mean,
 }

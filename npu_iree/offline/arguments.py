@@ -9,12 +9,10 @@ import torch
 
 from lowering.dtypes import DTYPES, dtype_name
 from lowering.manifest import Argument
-from lowering.signature import ScalarSpec, inverse
+from lowering.signature import NUMBERS, ScalarSpec, inverse
 from npu_iree.array import DeviceArray
 from npu_iree.errors import ArgumentError
 from npu_iree.offline.sizes import match_shape
-
-NUMBERS: dict[str, type] = {"i64": int, "f64": float, "i1": bool}
 
 
 def by_name(

@@ -9,9 +9,8 @@ from typing import Any
 from lowering.dtypes import DTYPES, dtype_name
 from lowering.kernels import ELEMENT_TYPES
 from lowering.manifest import Call, Manifest, Source
-from lowering.signature import ScalarSpec, TensorSpec
+from lowering.signature import NUMBERS, ScalarSpec, TensorSpec
 from npu_iree.executable import Executable
-from npu_iree.offline.arguments import NUMBERS
 
 _TENSOR = re.compile(r"tensor<((?:[^<>]|<[^<>]*>)*)>")
 
