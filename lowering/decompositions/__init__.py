@@ -35,6 +35,7 @@ from lowering.decompositions import (
     scatters,
     shifts,
     triangular,
+    trilinear,
     views,
     weight_norm,
 )
@@ -128,6 +129,7 @@ _MODULES: Sequence[ModuleType] = (
     scatters,
     shifts,
     triangular,
+    trilinear,
     views,
     weight_norm,
 )

@@ -292,3 +292,16 @@ def test_nothing_has_no_largest(op: Callable[..., Any], dtype: torch.dtype) -> N
     fast = torch.compile(lambda x: op(x), backend="npu_iree")
     with pytest.raises(RuntimeError, match="numel"):
         fast(torch.zeros(3, 0, dtype=dtype))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_products_of_three_and_their_gradients(dynamic: bool, counts: Counter[str]) -> None:
+    model = torch.nn.Bilinear(3, 4, 5)
+    compiled = torch.compile(model, backend="npu_iree", dynamic=dynamic)
+    given = [torch.randn(2, 7, n, requires_grad=True) for n in (3, 4)]
+    found, expected = (
+        torch.autograd.grad(f(*given).square().sum(), (*given, *model.parameters()))
+        for f in (compiled, model)
+    )
+    assert_same(found, expected)
+    assert counts["unsupported_ops"] == 0
