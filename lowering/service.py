@@ -8,27 +8,18 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import IO, Any, BinaryIO, cast
+from typing import Any
 
 from lowering.errors import CancelledError, FlagError, StageError, WorkerStartError
-from lowering.own_python import own_python
 from lowering.stages import CompileOptions
-from lowering.worker import read_frame, write_frame
+from lowering.worker_process import WorkerCrashError, WorkerProcess, WorkerTimeoutError
 
-_SIGNALS = {s.value: s.name for s in signal.Signals}
-_STDERR_TAIL_BYTES = 4000
-_START_LIMIT_S = 300.0  # for the imports of a worker, on a machine that is busy with others
 _STARTS = 3  # so often a worker may end before it is ready, until there is no more trying
-_REQUESTS_PER_WORKER = 300  # compilers leak: a process that has served this many is replaced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,125 +50,6 @@ class Fault:
     op: str
 
 
-class WorkerCrashError(Exception):
-    """A worker ended, or had to be ended, before it answered."""
-
-
-class WorkerTimeoutError(WorkerCrashError):
-    """A worker had to be ended because its time was over."""
-
-
-class _Worker:
-    """One worker process."""
-
-    def __init__(self) -> None:
-        self._stderr = _open_scratch()
-        self._process = subprocess.Popen(
-            own_python("lowering.worker"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            bufsize=0,  # see `write_frame`
-            start_new_session=True,  # Ctrl-C is for the process that asked
-        )
-        self.served = 0
-        self._is_ready = False
-        self._requests = cast(BinaryIO, self._process.stdin)
-        self._replies = cast(BinaryIO, self._process.stdout)
-
-    def await_ready(self) -> None:
-        """Wait until the worker has imported the compilers: no stage's time, so before the first.
-
-        Raises:
-            WorkerStartError: it ended before, or does not come up.
-        """
-        if not self._is_ready:
-            try:
-                with self._ended_after(_START_LIMIT_S):
-                    self._receive()
-            except WorkerCrashError as error:
-                raise WorkerStartError(f"no compile worker comes up: {error}") from error
-        self._is_ready = True
-
-    def request(self, head: dict[str, Any], body: bytes, time_s: float) -> tuple[Any, bytes]:
-        """Send a request and wait for its answer.
-
-        Raises:
-            WorkerCrashError: there is no answer, or not in time; the worker is gone.
-        """
-        self.served += 1
-        self._stderr.seek(0)
-        self._stderr.truncate()
-        with self._ended_after(time_s):
-            try:
-                write_frame(self._requests, head, body)
-            except BrokenPipeError as error:
-                raise WorkerCrashError(self._last_words()) from error
-            return self._receive()
-
-    @contextlib.contextmanager
-    def _ended_after(self, time_s: float) -> Iterator[None]:
-        """Kill the process when its time is over, wherever it hangs: whoever waits sees its end.
-
-        Raises:
-            WorkerTimeoutError: that was so.
-        """
-        is_over = threading.Event()
-
-        def end() -> None:
-            is_over.set()
-            self._process.kill()
-
-        timer = threading.Timer(min(time_s, threading.TIMEOUT_MAX), end)
-        timer.daemon = True
-        timer.start()
-        try:
-            yield
-        except WorkerCrashError as error:
-            if is_over.is_set():
-                raise WorkerTimeoutError(f"it did not end within {time_s:g} s") from error
-            raise
-        finally:
-            timer.cancel()
-
-    def _receive(self) -> tuple[Any, bytes]:
-        try:
-            return read_frame(self._replies)
-        except EOFError as error:
-            raise WorkerCrashError(self._last_words()) from error
-
-    def _last_words(self) -> str:
-        code = self._process.wait()
-        how = f"died of {_SIGNALS.get(-code, -code)}" if code < 0 else f"ended with code {code}"
-        self._stderr.seek(0)
-        said = self._stderr.read()[-_STDERR_TAIL_BYTES:].decode(errors="replace")
-        lines = [line for line in said.splitlines() if _is_diagnostic(line)]
-        return "\n".join([f"the compiler {how}", *lines[:6]])
-
-    def is_fit(self) -> bool:
-        """Say whether the process is there to be asked, and not too old."""
-        return self._process.poll() is None and self.served < _REQUESTS_PER_WORKER
-
-    def kill(self) -> None:
-        """End the process; whoever waits for its answer sees that, and calls `end`."""
-        self._process.kill()
-        self._process.wait()
-
-    def end(self) -> None:
-        """Kill the process and what is left of it."""
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._requests, self._replies, self._stderr):
-            with contextlib.suppress(OSError):
-                stream.close()
-
-    def disown(self) -> None:
-        """Forget the process, which is the parent's: this one was forked, and shares its pipes."""
-        self._process.returncode = 0  # there is nothing to wait for
-        for stream in (self._requests, self._replies, self._stderr):
-            stream.close()
-
-
 class CompileService:
     """A pool of workers. Thread-safe: as many requests run at a time as there are workers.
 
@@ -190,14 +62,14 @@ class CompileService:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._all: set[_Worker] = set()
+        self._all: set[WorkerProcess] = set()
         self._begin()
         _SERVICES.add(self)
 
     def _begin(self) -> None:
         self.started = 0
         self._starter = _Starter()
-        self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
+        self._idle: queue.LifoQueue[WorkerProcess | None] = queue.LifoQueue()
         for _ in range(self.size):
             self._idle.put(None)
         self._lock = threading.Lock()
@@ -277,7 +149,7 @@ class CompileService:
 
     @contextlib.contextmanager
     def _cancelled_if_closed(
-        self, worker: _Worker, cancelled: threading.Event | None
+        self, worker: WorkerProcess, cancelled: threading.Event | None
     ) -> Iterator[None]:
         """Tell a worker that `close` has ended from one that died.
 
@@ -295,7 +167,7 @@ class CompileService:
             raise
 
     @contextlib.contextmanager
-    def _worker(self) -> Iterator[_Worker]:
+    def _worker(self) -> Iterator[WorkerProcess]:
         """Lend a worker; one that is left in the middle of a request is ended."""
         worker = self._idle.get()
         try:
@@ -315,7 +187,7 @@ class CompileService:
             raise
         self._idle.put(worker)
 
-    def _end(self, worker: _Worker) -> None:
+    def _end(self, worker: WorkerProcess) -> None:
         with self._lock:
             self._all.discard(worker)
         worker.end()
@@ -339,10 +211,10 @@ class _Starter:
     """
 
     def __init__(self) -> None:
-        self._wanted: queue.SimpleQueue[Future[_Worker]] = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue[Future[WorkerProcess]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def start(self) -> _Worker:
+    def start(self) -> WorkerProcess:
         """Return a new worker, which may not be ready yet.
 
         Raises:
@@ -353,7 +225,7 @@ class _Starter:
                 target=self._serve, name="lowering-starter", daemon=True
             )
             self._thread.start()
-        worker: Future[_Worker] = Future()
+        worker: Future[WorkerProcess] = Future()
         self._wanted.put(worker)
         return worker.result()
 
@@ -371,10 +243,10 @@ _SERVICES: weakref.WeakSet[CompileService] = weakref.WeakSet()
 _STARTING = threading.Lock()
 
 
-def _start_worker() -> _Worker:
+def _start_worker() -> WorkerProcess:
     try:
         with _STARTING:
-            return _Worker()
+            return WorkerProcess()
     except OSError as error:  # no more processes, descriptors or memory
         raise WorkerStartError(f"no compile worker can be started: {error}") from error
 
@@ -390,17 +262,3 @@ def _after_fork() -> None:
 os.register_at_fork(
     before=_STARTING.acquire, after_in_parent=_STARTING.release, after_in_child=_after_fork
 )
-
-
-def _open_scratch() -> IO[bytes]:
-    """Open a file for what a worker says; in memory where possible, as a disk may be full."""
-    if sys.platform == "linux":
-        return open(os.memfd_create("lowering-worker-stderr"), "w+b", buffering=0)
-    return tempfile.TemporaryFile(buffering=0)
-
-
-def _is_diagnostic(line: str) -> bool:
-    """Tell what a compiler says from its stack of C++ frames."""
-    text = line.strip()
-    is_frame = text.startswith(("#", "Stack dump", "PLEASE submit a bug")) or "0x0000" in text
-    return bool(text) and not is_frame

@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from lowering.decompositions.promotion import promoted
+
 aten = torch.ops.aten
 _UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 Number: TypeAlias = int | float
@@ -23,7 +25,7 @@ def add(x: torch.Tensor, y: torch.Tensor | Number, *, alpha: Number = 1) -> Any:
     is_flag = y.dtype is torch.bool if isinstance(y, torch.Tensor) else isinstance(y, bool)
     if x.dtype is not torch.bool or not is_flag:
         return _UNCHANGED
-    flag = y if isinstance(y, torch.Tensor) else _like(x, y)
+    _, flag = promoted(x, y)
     return torch.logical_or(x, flag if alpha else torch.zeros_like(flag))
 
 
@@ -186,10 +188,6 @@ def _is_inexact(value: torch.Tensor | Number) -> bool:
     if isinstance(value, torch.Tensor):
         return value.dtype.is_floating_point or value.dtype.is_complex
     return isinstance(value, float)
-
-
-def _like(x: torch.Tensor, value: Number) -> torch.Tensor:
-    return torch.full((), value, dtype=x.dtype, device=x.device)
 
 
 def of_dynamo() -> dict[torch._ops.OpOverload, Any]:

@@ -78,8 +78,7 @@ def compare(by_tensor: Any, x: torch.Tensor, number: Any) -> Any:
     is_rounded = dtype.is_floating_point and dtype is not torch.float64
     if not is_rounded or not isinstance(number, (bool, int, float)):
         return _UNCHANGED
-    x = x.to(dtype)
-    return by_tensor(x, _like(x, number))
+    return by_tensor(*promoted(x, number))
 
 
 def compare_tensors(op: Any, x: torch.Tensor, y: torch.Tensor) -> Any:

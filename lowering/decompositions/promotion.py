@@ -17,10 +17,11 @@ def are_floats(x: Operand, y: Operand) -> bool:
 def promoted(x: Operand, y: Operand) -> tuple[torch.Tensor, torch.Tensor]:
     """Give two operands in the dtype in which they are computed with, numbers as tensors."""
     dtype = torch.result_type(x, y)
+    device = next(v.device for v in (x, y) if isinstance(v, torch.Tensor))
 
     def of(operand: Operand) -> torch.Tensor:
         if isinstance(operand, torch.Tensor):
             return operand.to(dtype)
-        return torch.full((), operand, dtype=dtype)
+        return torch.full((), operand, dtype=dtype, device=device)
 
     return of(x), of(y)

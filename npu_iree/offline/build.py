@@ -114,7 +114,7 @@ def write_artifact(
     beside = path.with_suffix(f".{options.params}")
     if path.is_dir() or path == beside:
         raise ArtifactError(path, "it cannot be written: call it something.vmfb")
-    check_writable(path)
+    _check_writable(path)
     exports = capture_exports(programs, compiler.builder.target.keep_ops)
     check_exports(
         exports, options.target, compiler.capabilities, compiler.builder.toolchain.kernels
@@ -164,7 +164,7 @@ def _check_replaced(artifact: Path, beside: Path, tensors: Mapping[str, torch.Te
     )
 
 
-def check_writable(path: Path) -> None:
+def _check_writable(path: Path) -> None:
     """Find out before all is compiled whether a file can be written; nothing is made for that.
 
     Raises:

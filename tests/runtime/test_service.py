@@ -26,6 +26,7 @@ from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed
 
 from lowering import service as service_module
+from lowering import worker_process
 from lowering.bisect import Diagnosis, diagnose
 from lowering.denials import DenialRecord
 from lowering.errors import CancelledError, StageError, WorkerStartError
@@ -211,9 +212,9 @@ def test_a_worker_that_stops_within_its_answer_is_ended(
 ) -> None:
     head = json.dumps({"ready": True}).encode()
     ready = _LENGTHS.pack(len(head), 0) + head
-    script = f"import os, time; os.write(1, {ready!r} + b'half'); time.sleep(600)"
+    script = f"import os; os.write(1, {ready!r} + b'half')\nwhile os.read(0, 4096): pass"
     command = [sys.executable, "-c", script]
-    monkeypatch.setattr(service_module, "own_python", lambda _: command)
+    monkeypatch.setattr(worker_process, "own_python", lambda _: command)
     with pytest.raises(StageError, match="did not end within"):
         lower(service, time_s=2)
 

@@ -1,0 +1,155 @@
+"""One worker process as the side that asks it sees it: its time, its end, and its last words."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import IO, Any, BinaryIO, cast
+
+from lowering.errors import WorkerStartError
+from lowering.own_python import own_python
+from lowering.worker import read_frame, write_frame
+
+_SIGNALS = {s.value: s.name for s in signal.Signals}
+_STDERR_TAIL_BYTES = 4000
+_START_LIMIT_S = 300.0  # for the imports of a worker, on a machine that is busy with others
+_REQUESTS_PER_WORKER = 300  # compilers leak: a process that has served this many is replaced
+
+
+class WorkerCrashError(Exception):
+    """A worker ended, or had to be ended, before it answered."""
+
+
+class WorkerTimeoutError(WorkerCrashError):
+    """A worker had to be ended because its time was over."""
+
+
+class WorkerProcess:
+    """One worker process."""
+
+    def __init__(self) -> None:
+        self._stderr = _open_scratch()
+        self._process = subprocess.Popen(
+            own_python("lowering.worker"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            bufsize=0,  # see `write_frame`
+            start_new_session=True,  # Ctrl-C is for the process that asked
+        )
+        self.served = 0
+        self._is_ready = False
+        self._requests = cast(BinaryIO, self._process.stdin)
+        self._replies = cast(BinaryIO, self._process.stdout)
+
+    def await_ready(self) -> None:
+        """Wait until the worker has imported the compilers: no stage's time, so before the first.
+
+        Raises:
+            WorkerStartError: it ended before, or does not come up.
+        """
+        if not self._is_ready:
+            try:
+                with self._ended_after(_START_LIMIT_S):
+                    self._receive()
+            except WorkerCrashError as error:
+                raise WorkerStartError(f"no compile worker comes up: {error}") from error
+        self._is_ready = True
+
+    def request(self, head: dict[str, Any], body: bytes, time_s: float) -> tuple[Any, bytes]:
+        """Send a request and wait for its answer.
+
+        Raises:
+            WorkerCrashError: there is no answer, or not in time; the worker is gone.
+        """
+        self.served += 1
+        self._stderr.seek(0)
+        self._stderr.truncate()
+        with self._ended_after(time_s):
+            try:
+                write_frame(self._requests, head, body)
+            except BrokenPipeError as error:
+                raise WorkerCrashError(self._last_words()) from error
+            return self._receive()
+
+    @contextlib.contextmanager
+    def _ended_after(self, time_s: float) -> Iterator[None]:
+        """Kill the process when its time is over, wherever it hangs: whoever waits sees its end.
+
+        Raises:
+            WorkerTimeoutError: that was so.
+        """
+        is_over = threading.Event()
+
+        def end() -> None:
+            is_over.set()
+            self._process.kill()
+
+        timer = threading.Timer(min(time_s, threading.TIMEOUT_MAX), end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        except WorkerCrashError as error:
+            if is_over.is_set():
+                raise WorkerTimeoutError(f"it did not end within {time_s:g} s") from error
+            raise
+        finally:
+            timer.cancel()
+
+    def _receive(self) -> tuple[Any, bytes]:
+        try:
+            return read_frame(self._replies)
+        except EOFError as error:
+            raise WorkerCrashError(self._last_words()) from error
+
+    def _last_words(self) -> str:
+        code = self._process.wait()
+        how = f"died of {_SIGNALS.get(-code, -code)}" if code < 0 else f"ended with code {code}"
+        self._stderr.seek(0)
+        said = self._stderr.read()[-_STDERR_TAIL_BYTES:].decode(errors="replace")
+        lines = [line for line in said.splitlines() if _is_diagnostic(line)]
+        return "\n".join([f"the compiler {how}", *lines[:6]])
+
+    def is_fit(self) -> bool:
+        """Say whether the process is there to be asked, and not too old."""
+        return self._process.poll() is None and self.served < _REQUESTS_PER_WORKER
+
+    def kill(self) -> None:
+        """End the process; whoever waits for its answer sees that, and calls `end`."""
+        self._process.kill()
+        self._process.wait()
+
+    def end(self) -> None:
+        """Kill the process and what is left of it."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._requests, self._replies, self._stderr):
+            with contextlib.suppress(OSError):
+                stream.close()
+
+    def disown(self) -> None:
+        """Forget the process, which is the parent's: this one was forked, and shares its pipes."""
+        self._process.returncode = 0  # there is nothing to wait for
+        for stream in (self._requests, self._replies, self._stderr):
+            stream.close()
+
+
+def _open_scratch() -> IO[bytes]:
+    """Open a file for what a worker says; in memory where possible, as a disk may be full."""
+    if sys.platform == "linux":
+        return open(os.memfd_create("lowering-worker-stderr"), "w+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
+
+
+def _is_diagnostic(line: str) -> bool:
+    """Tell what a compiler says from its stack of C++ frames."""
+    text = line.strip()
+    is_frame = text.startswith(("#", "Stack dump", "PLEASE submit a bug")) or "0x0000" in text
+    return bool(text) and not is_frame
