@@ -48,7 +48,7 @@ __all__ = [
 
 
 class OptionError(NpuIreeError, ValueError):
-    """An option of `torch.compile(..., options={...})` does not exist or has a bad value."""
+    """An option of `torch.compile` or the command line does not exist or has a bad value."""
 
 
 class TargetError(NpuIreeError):

@@ -20,7 +20,7 @@ import torch
 from torch.export import Dim, ExportedProgram
 
 from lowering.digest import file_digest
-from npu_iree.errors import SourceError
+from npu_iree.errors import OptionError, SourceError
 
 _DYNAMIC = re.compile(r"(?P<input>\w+):(?P<dim>\d+)(=(?P<low>\d+)\.\.(?P<high>\d*))?")
 # What PyTorch says of a type that this process has not registered.
@@ -55,12 +55,13 @@ def load_programs(source: str, dynamic: Sequence[str]) -> dict[str, ExportedProg
         The exported programs by the name of their entry point.
 
     Raises:
+        OptionError: `dynamic` names what the source has not.
         SourceError: there is no such thing, or it cannot be exported.
     """
     entry, place = _named(source)
     if place.endswith(".pt2"):
         if dynamic:
-            raise SourceError(
+            raise OptionError(
                 f"{place} is exported already: its sizes are what they are (--dynamic)"
             )
         return {entry: _read_pt2(Path(place))}
@@ -216,7 +217,7 @@ def _export(entry: str, example: Example, dynamic: Sequence[str]) -> ExportedPro
                 example.kwargs,
                 dynamic_shapes=_dynamic_shapes(example, dynamic),
             )
-    except SourceError:
+    except OptionError:
         raise
     except Exception as error:  # whatever the user's model and torch.export say of each other
         raise SourceError(f"torch.export cannot export {entry!r}: {_first_line(error)}") from error
@@ -231,12 +232,12 @@ def _dynamic_shapes(example: Example, dynamic: Sequence[str]) -> dict[str, Any] 
     for text in dynamic:
         match = _DYNAMIC.fullmatch(text)
         if match is None:
-            raise SourceError(f"--dynamic is input:dim or input:dim=min..max, not {text!r}")
+            raise OptionError(f"--dynamic is input:dim or input:dim=min..max, not {text!r}")
         if match["input"] not in shapes:
-            raise SourceError(f"--dynamic {text}: there are the inputs {', '.join(names)}")
+            raise OptionError(f"--dynamic {text}: there are the inputs {', '.join(names)}")
         dim, value = int(match["dim"]), names[match["input"]]
         if not isinstance(value, torch.Tensor) or dim >= value.dim():
-            raise SourceError(f"--dynamic {text}: {match['input']} has no dimension {dim}")
+            raise OptionError(f"--dynamic {text}: {match['input']} has no dimension {dim}")
         low, high = match["low"], match["high"]
         hint = Dim.DYNAMIC(min=int(low) if low else None, max=int(high) if high else None)
         shapes[match["input"]] = {**(shapes[match["input"]] or {}), dim: hint}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ def _empty(
         strides = contiguous_strides(shape)
     else:
         strides = torch.empty(shape, memory_format=memory_format, device="meta").stride()
-    return new_tensor(shape, strides, dtype or torch.get_default_dtype())
+    return _unset(shape, strides, dtype)
 
 
 def _empty_strided(
@@ -55,7 +56,21 @@ def _empty_strided(
     device: torch.device | None = None,
     pin_memory: bool | None = None,
 ) -> Tensor:
-    return new_tensor(tuple(size), tuple(stride), dtype or torch.get_default_dtype())
+    return _unset(tuple(size), tuple(stride), dtype)
+
+
+def _unset(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+    """Return memory with anything in it; in deterministic mode, with what shows that it was read.
+
+    Source: `torch.utils.deterministic.fill_uninitialized_memory`, and the values that it names.
+    """
+    made = new_tensor(shape, strides, dtype or torch.get_default_dtype())
+    is_to_show = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    if is_to_show and torch.are_deterministic_algorithms_enabled():
+        kind, is_whole = made.dtype, not (made.is_floating_point() or made.is_complex())
+        most = 1 if kind is torch.bool else torch.iinfo(kind).max if is_whole else math.nan
+        made.fill_(most)
+    return made
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:

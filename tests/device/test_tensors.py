@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -181,6 +181,26 @@ def test_dlpack_hands_out_a_copy_that_may_be_written_to() -> None:
     torch.from_dlpack(a).fill_(5)
     assert array.tolist() == [1, 1, 1]
     assert a.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.usefixtures("deterministic")
+def test_in_deterministic_mode_memory_that_nobody_set_is_filled(dtype: torch.dtype) -> None:
+    for made in (
+        torch.empty(3, 4, dtype=dtype, device=NPU),
+        torch.empty_strided((3, 4), (1, 3), dtype=dtype, device=NPU),
+        torch.zeros(3, 4, dtype=dtype, device=NPU).new_empty(5),
+    ):
+        want = torch.empty(made.shape, dtype=dtype)
+        assert_same(made.cpu(), want)
+        assert not want.isfinite().any() or want.all()
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def test_random_numbers_are_those_of_the_cpu() -> None:
