@@ -15,10 +15,12 @@ from typing import Any, Literal, NoReturn
 
 import torch
 from iree.runtime import _binding as hal
+from iree.runtime import query_available_drivers
 from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lowering.dtypes import DTYPE_NAMES
+from lowering.suggest import there_are
 from npu_iree.arenas import Arenas
 from npu_iree.array import DeviceArray
 from npu_iree.blocks import Blocks
@@ -82,12 +84,13 @@ class Device:
         self.order: Callable[[], Sequence[Timepoint]] | None = None
 
     def _open(self, uri: str) -> Any:
+        name, told = uri.partition("://")[0], f"cannot open a device for {self.target.name!r}"
+        if name not in (known := query_available_drivers()):
+            raise TargetError(f"{told}: IREE has no driver {name!r}.{there_are(name, known)}")
         try:
-            return _driver(uri.partition("://")[0]).create_device_by_uri(uri)
+            return _driver(name).create_device_by_uri(uri)
         except (RuntimeError, ValueError) as error:
-            raise TargetError(
-                f"cannot open a device for target {self.target.name!r} (driver {uri}): {error}"
-            ) from error
+            raise TargetError(f"{told} (driver {uri}): {error}") from error
 
     @property
     def crossing_mode(self) -> Literal["staged", "aliased"]:

@@ -249,7 +249,7 @@ def test_for_cuda_with_no_such_device(command: Command, sources: Path, tmp_path:
     assert (inspected.code, inspected.json()["target"]) == (0, "cuda (driver cuda)")
     told = command("run", path, "--input=x=@rand", "--json")
     assert told.code == 6
-    assert "cannot open a device for target 'cuda'" in told.json()["message"]
+    assert "cannot open a device for 'cuda' (driver cuda)" in told.json()["message"]
     told = command("run", path, "--input=x=@rand", "--target", "npu-local")
     assert told.code == 6
     assert "was compiled for target 'cuda' (driver cuda)" in told.err

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from npu_iree.device import Device
 from npu_iree.errors import TargetError
 from npu_iree.targets import ENTRY_POINT_GROUP, NPU_LOCAL, NPU_VIRTUAL, Target, find_target, targets
 
@@ -87,3 +88,9 @@ def test_a_target_names_what_there_is(field: str, value: Any, reason: str) -> No
     compile_target = replace(NPU_LOCAL.compile, **{field: value})
     with pytest.raises(TargetError, match=f"target 'npu-local': {reason}"):
         Target(compile=compile_target, driver="local-task", memory="unified")
+
+
+def test_a_driver_that_there_is_not_is_told_with_those_that_there_are() -> None:
+    wrong = replace(vendor, driver="local-taks://0")
+    with pytest.raises(TargetError, match=r"no driver 'local-taks'. Did you mean 'local-task'\?"):
+        Device(wrong)
