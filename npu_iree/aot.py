@@ -22,10 +22,14 @@ from lowering.sizes import size_hint
 from lowering.target import CompileTarget
 from npu_iree.aot_cache import trace
 from npu_iree.empty_sizes import may_be_empty
+from npu_iree.errors import EagerOnlyError
 from npu_iree.options import Options
 from npu_iree.saved_images import save_channels_last
 
 _Compile = Callable[..., Any]
+# What AOTAutograd says of an argument such as `x.expand(3, 4)` that the graph writes to in part: it
+# would write all of it. Eager writes to the part, or refuses, too, to write to all.
+_SHARED_MEMORY = "refers to a single memory location"
 
 
 def aot_backend(
@@ -42,6 +46,8 @@ def aot_backend(
         forward: compiles the forward graph of training.
         backward: compiles its backward graph.
         inference: compiles a graph without gradients.
+
+    The backend raises `EagerOnlyError` for a graph that AOTAutograd cannot trace.
     """
     asked: dict[str, Any] = {
         "fw_compiler": forward,
@@ -51,7 +57,19 @@ def aot_backend(
         "partition_fn": functools.partial(_partition, options.target_value.compile),
         "keep_inference_input_mutations": True,
     }
-    return functools.partial(trace, options, asked)
+    return functools.partial(_trace, options, asked)
+
+
+def _trace(
+    options: Options, asked: dict[str, Any], graph_module: fx.GraphModule, inputs: Sequence[Any]
+) -> Callable[..., Any]:
+    try:
+        traced: Callable[..., Any] = trace(options, asked, graph_module, inputs)
+    except RuntimeError as error:
+        if _SHARED_MEMORY not in str(error):
+            raise
+        raise EagerOnlyError(f"it writes to an expanded tensor: {error}") from error
+    return traced
 
 
 class _Table(Mapping[OpOverload, Callable[..., Any]]):

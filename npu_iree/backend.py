@@ -31,9 +31,6 @@ from npu_iree.torch_device.current import is_on_npu
 from npu_iree.versions import check_versions
 
 log = logging.getLogger(__name__)
-# What AOTAutograd says of an argument such as `x.expand(3, 4)` that the graph writes to in part: it
-# would write all of it. Eager writes to the part, or refuses, too, to write to all.
-_SHARED_MEMORY = "refers to a single memory location"
 
 
 def npu_iree(
@@ -64,15 +61,15 @@ def npu_iree(
         raise OptionError(f"mode={mode!r} belongs to Inductor; npu_iree takes options={{...}}")
     compilers = ("torch-mlir", "iree-base-compiler") if parsed.compile == "if_missing" else ()
     check_versions("torch", *compilers, "iree-base-runtime")
-    if elsewhere := _elsewhere(example_inputs):
-        told = f"its inputs are on {elsewhere}, and npu_iree compiles for those on the CPU or npu"
-        if parsed.fallback == "error":
-            raise NpuIreeError(f"a graph cannot be compiled: {told}")
-        log.warning("a graph runs in eager: %s", told)
-        return graph_module
     source = _Source.of(graph_module, example_inputs, parsed)
     try:
+        check_devices(example_inputs)
         return _compiled(graph_module, source, parsed)
+    except EagerOnlyError as error:
+        if parsed.fallback == "error":
+            raise
+        log.warning("a graph runs in eager: %s", error)
+        return graph_module
     finally:
         source.inputs.clear()  # what compiles a backward pass later holds no tensors of the user's
 
@@ -84,29 +81,26 @@ def _compiled(
     compile_aot = functools.partial(_compile_aot, options, source)
     kinds = ("forward", "backward", "inference")
     backend = aot_backend(options, *(functools.partial(compile_aot, kind=kind) for kind in kinds))
-    try:
-        compiled: Callable[..., Any] = backend(graph_module, list(source.inputs))
-    except EagerOnlyError as error:
-        if options.fallback == "error":
-            raise
-        log.warning("a graph runs in eager: %s", error)
-        return graph_module
-    except RuntimeError as error:
-        if _SHARED_MEMORY not in str(error) or options.fallback == "error":
-            raise
-        log.warning("a graph runs in eager, since it writes to an expanded tensor: %s", error)
-        return graph_module
+    compiled: Callable[..., Any] = backend(graph_module, list(source.inputs))
     runner = source.inferred[-1] if source.inferred else None
     if runner is not None and needs_no_wrapper(runner.plan, graph_module, source.inputs):
         return runner
     return compiled if is_precompiling() else _guarded(compiled, graph_module, source, options)
 
 
-def _elsewhere(inputs: Sequence[Any]) -> str:
-    """Name the devices of tensors that are neither on the CPU nor on ours; empty if none is."""
+def check_devices(inputs: Sequence[Any]) -> None:
+    """Refuse a graph of tensors that are neither on the CPU nor on "npu".
+
+    Raises:
+        EagerOnlyError: it is one; names their devices.
+    """
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     others = {str(t.device) for t in tensors if t.device.type != "cpu" and not is_on_npu(t)}
-    return ", ".join(sorted(others))
+    if others:
+        raise EagerOnlyError(
+            f"its inputs are on {', '.join(sorted(others))}, and npu_iree compiles for those on "
+            "the CPU or npu"
+        )
 
 
 def _guarded(

@@ -16,7 +16,8 @@ from lowering.plan import Gather, Plan, Put
 from lowering.region import Region
 from npu_iree.aot import aot_backend
 from npu_iree.aot_graph import AotGraph
-from npu_iree.backend import input_names
+from npu_iree.backend import check_devices, input_names
+from npu_iree.errors import EagerOnlyError
 from npu_iree.options import Options
 from npu_iree.targets import Target
 from npu_iree.toolchain import compiler_for
@@ -76,10 +77,12 @@ class Explanation:
     Attributes:
         graphs: the graphs, in the order in which they were captured.
         graph_breaks: why Dynamo ended a graph and where, one text each.
+        in_eager: why a graph that was captured is run in eager, one text each.
     """
 
     graphs: list[GraphExplanation] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
+    in_eager: list[str] = field(default_factory=list)
 
     @property
     def regions(self) -> list[Region]:
@@ -94,6 +97,7 @@ class Explanation:
     def __str__(self) -> str:
         lines = [f"{len(self.graphs)} graphs, {len(self.graph_breaks)} graph breaks"]
         lines += [f"  break: {text}" for text in self.graph_breaks]
+        lines += [f"a graph runs in eager: {text}" for text in self.in_eager]
         for i, graph in enumerate(self.graphs):
             lines += [f"graph {i}:", *(f"  {line}" for line in str(graph).splitlines())]
         return "\n".join(lines)
@@ -140,7 +144,12 @@ def explain(
             for kind in ("forward", "backward", "inference")
         )
         made = aot_backend(parsed, *compilers)
-        compiled: Callable[..., Any] = made(graph_module, inputs)
+        try:
+            check_devices(inputs)
+            compiled: Callable[..., Any] = made(graph_module, inputs)
+        except EagerOnlyError as error:
+            found.in_eager.append(str(error))
+            return graph_module
         return compiled
 
     # In a Dynamo cache of its own: a function has few places in the one that it is compiled into.

@@ -331,7 +331,11 @@ def test_an_argument_that_gets_other_memory_has_it_afterwards(
     compiled = torch.compile(function, backend="npu_iree")
     assert compiled(x, torch.ones(2, device=NPU)).tolist() == [3, 3]
     assert x.tolist() == [2, 2]
-    assert "a graph runs in eager: it gives an argument other memory" in caplog.text
+    told = "a graph runs in eager: it gives an argument other memory"
+    assert told in caplog.text
+    explained = npu_iree.explain(function, x, torch.zeros(2, device=NPU))
+    assert (len(explained.graphs), x.tolist()) == (0, [0, 0])
+    assert told in str(explained)
 
 
 def test_what_is_saved_of_an_argument_is_the_argument() -> None:
