@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowering.cpu import has_here
+from cpus import WIDE
 from lowering.dispatches import list_dispatches
 from lowering.manifest import Dispatch
 from lowering.offline import capture_exports
 from lowering.pipeline import Toolchain
 from lowering.program import Program
-from npu_iree.targets import find_target
 
-TARGET = find_target("npu-local").compile
 HERE = Path(__file__)
 
 
@@ -28,7 +26,7 @@ def listed(
     exported = torch.export.export(module, args, dynamic_shapes=shapes)
     (export,) = capture_exports({"main": exported})
     program = Program("main", {"main": export.region()})
-    return list_dispatches(program, TARGET, flags or TARGET.flag_sets[0], Toolchain())
+    return list_dispatches(program, WIDE, flags or WIDE.flag_sets[0], Toolchain())
 
 
 def named(dispatches: tuple[Dispatch, ...], part: str) -> Dispatch:
@@ -130,8 +128,6 @@ def test_the_arithmetic_of_a_convolution_is_in_one_of_its_programs() -> None:
     assert max(d.flops or 0 for d in found) == 2 * 16 * 8 * 9 * 16 * 16
 
 
-@pytest.mark.skipif(not has_here(("avx2", "fma")), reason="several images are no block here")
-@pytest.mark.skipif(has_here(("amx-tile",)), reason="the CPU's matrix unit multiplies padding, too")
 def test_a_convolution_of_several_images_counts_no_padding() -> None:
     images, weight = torch.ones(8, 16, 7, 7), torch.ones(64, 16, 3, 3)
     found = named(listed(Padded(weight), images), "_conv_")

@@ -25,6 +25,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
+from cpus import WIDE, target_for
 from lowering import pipeline
 from lowering.abi import (
     LEND,
@@ -58,7 +59,6 @@ from lowering.stages.ir.work_items import work_item
 from lowering.stages.iree_session import IreeSession
 from lowering.stages.linalg.separate_slices import separate_slices
 from lowering.stages.linalg_to_flow import form_dispatches, prepare
-from lowering.target import CompileTarget
 from npu_iree.targets import NPU_LOCAL
 
 Lower = Callable[..., dict[str, str]]
@@ -109,17 +109,11 @@ def lowered(tmp_path: Path) -> Lower:
         unknown: Sequence[int] = (),
     ) -> dict[str, str]:
         region = region_of(function, *args, weights=weights, unknown=unknown)
-        compile_program(Program.of(region), NPU_LOCAL.compile, dump=tmp_path)
+        compile_program(Program.of(region), WIDE, dump=tmp_path)
         texts = {s.name: (tmp_path / product_name(s)).read_bytes() for s in STAGES}
         return {name: text.decode(errors="replace") for name, text in texts.items()}
 
     return lower
-
-
-def target_for(cpu: str) -> CompileTarget:
-    """The target, for another CPU than this machine's."""
-    host = "--iree-llvmcpu-target-cpu=host"
-    return NPU_LOCAL.compile.replacing(host, f"--iree-llvmcpu-target-cpu={cpu}")
 
 
 def flags_for(cpu: str) -> tuple[str, ...]:
@@ -199,7 +193,7 @@ def test_what_is_made_of_weights_stays_constant(lowered: Lower) -> None:
         lambda x, w, b: torch.relu(x @ w)[0] + b[1], torch.zeros(4, 8), torch.zeros(8, 8),
         torch.zeros(2, 8), weights=2,
     )  # fmt: skip
-    with IreeSession(CompileOptions(flags=NPU_LOCAL.compile.flag_sets[0])) as session:
+    with IreeSession(CompileOptions(flags=WIDE.flag_sets[0])) as session:
         module = session.parse(ir["linalg-to-flow"])
         with session.context:
             bound = add_bind_functions(module)
@@ -244,7 +238,7 @@ def test_a_barrier_stands_only_where_one_op_reads_a_reduction_along_two_axes(
     lowered: Lower, function: Callable[..., Any], barriers: int, programs: int
 ) -> None:
     ir = lowered(function, torch.zeros(8, 8))
-    options = CompileOptions(flags=NPU_LOCAL.compile.flag_sets[0])
+    options = CompileOptions(flags=WIDE.flag_sets[0])
     with IreeSession(options) as session:
         module = session.parse(ir["torch-to-linalg"])
         prepare(session, module, options)
@@ -469,7 +463,7 @@ def test_a_convolution_reads_channels_last_whatever_its_weight_is(
 ) -> None:
     """A weight that is a parameter is transposed at load; another, by a program of its own."""
     tensors, window = (torch.zeros(2, 8, 20, 28), torch.zeros(32, 8, 3, 3)), {"padding": 1}
-    with convolution(lowered, "host", *tensors, window, weights) as (_, module):
+    with convolution(lowered, "x86-64-v4", *tensors, window, weights) as (_, module):
         text = str(module)
     assert count(r"ins\(%\w+, %\w+ : tensor<2x22x30x8xf32>, tensor<3x3x8x32xf32>\)", text) == 1
 
@@ -542,7 +536,7 @@ def test_what_transposes_a_product_in_panels_is_a_program_of_its_own(
         return y.view(1, 24, columns).mT.flatten(1)
 
     ir = lowered(network, torch.zeros(24, 40), torch.zeros(columns, 40), torch.zeros(columns))
-    options = CompileOptions(flags=NPU_LOCAL.compile.flag_sets[0])
+    options = CompileOptions(flags=WIDE.flag_sets[0])
     with IreeSession(options) as session:
         module = session.parse(ir["torch-to-linalg"])
         prepare(session, module, options)
@@ -576,7 +570,7 @@ def test_a_matrix_of_whole_cache_lines_is_added_up_lane_by_lane(
     flow = ir["linalg-to-flow"]
     assert count(r"linalg\.matvec ", ir["torch-to-linalg"]) == 1
     assert count(r"math\.fma", flow) == count("compilation_info =", flow) == products
-    options = CompileOptions(flags=NPU_LOCAL.compile.flag_sets[0])
+    options = CompileOptions(flags=WIDE.flag_sets[0])
     with IreeSession(options) as session:
         module = session.parse(flow)
         session.compile(module, begin="flow", end="executable-targets")
@@ -660,7 +654,7 @@ func.func @sum(%w: tensor<64x64x{kind}>, %x: tensor<64x{kind}>, %y: tensor<64x{k
 def test_only_sums_of_products_are_read_by_rows(
     addend: str, other: str, kind: str, is_product: bool
 ) -> None:
-    with IreeSession(CompileOptions(flags=NPU_LOCAL.compile.flag_sets[0])) as session:
+    with IreeSession(CompileOptions(flags=WIDE.flag_sets[0])) as session:
         module = session.parse(_SUM.format(addend=addend, other=other, kind=kind))
         with session.context:
             before = str(module)
@@ -683,7 +677,7 @@ def test_rows_with_others_between_from_a_computed_place_are_a_copy(
     at: str, step: int, is_copy: bool
 ) -> None:
     """Which IREE could not share out among work items, merged with their columns."""
-    with IreeSession(CompileOptions(flags=NPU_LOCAL.compile.flag_sets[0])) as session:
+    with IreeSession(CompileOptions(flags=WIDE.flag_sets[0])) as session:
         module = session.parse(_SLICE.format(at=at, step=step))
         with session.context, ir.Location.unknown():
             (function,) = module.body.operations
@@ -691,7 +685,7 @@ def test_rows_with_others_between_from_a_computed_place_are_a_copy(
             assert count("util.optimization_barrier", str(module)) == is_copy
 
 
-@pytest.mark.parametrize("flags", NPU_LOCAL.compile.flag_sets[:2])
+@pytest.mark.parametrize("flags", WIDE.flag_sets[:2])
 def test_a_row_is_added_up_in_the_lanes_of_vectors(lowered: Lower, flags: tuple[str, ...]) -> None:
     flow = lowered(lambda x: x.sum(1), torch.zeros(40, 64))["linalg-to-flow"]
     with IreeSession(CompileOptions(flags=flags)) as session:
@@ -713,7 +707,7 @@ def test_only_an_argument_that_would_be_overwritten_is_kept(
 
 def test_a_dump_restarts_from_each_stage(lowered: Lower, tmp_path: Path) -> None:
     lowered(torch.relu, torch.zeros(4, 8))
-    options = CompileOptions(flags=NPU_LOCAL.compile.flag_sets[0])
+    options = CompileOptions(flags=WIDE.flag_sets[0])
     for stage in STAGES[:-1]:
         out = restart(tmp_path / product_name(stage), options, tmp_path / "again" / stage.name)
         assert out.stat().st_size > 1000
