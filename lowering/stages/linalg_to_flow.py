@@ -9,6 +9,7 @@ from typing import Any
 from lowering.abi import MOST_TENSORS, MOST_WORDS, PARAMETER_SCOPE
 from lowering.stages import CompileOptions, Stage
 from lowering.stages.call_kernels import link_kernels
+from lowering.stages.flow.convert_by_floats import convert_by_floats
 from lowering.stages.flow.keep_rounding import keep_rounding
 from lowering.stages.flow.know_sizes import know_sizes
 from lowering.stages.flow.read_by_rows import mark_few_rows, read_by_rows
@@ -118,6 +119,7 @@ def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) 
             join_rows(module, session.features)
             sum_products(module)
             keep_rounding(module)
+            convert_by_floats(module)
 
 
 def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:

@@ -168,7 +168,8 @@ def test_sums_are_of_the_dtype_that_is_asked_for(dtype: torch.dtype, counts: Cou
         rows = [x.sum(1, dtype=dtype) for x in tensors]
         return [*rows, *(x.sum(dtype=dtype) for x in tensors)]
 
-    tensors = [(PAIRS * 3).to(of) for of in (torch.uint8, torch.int8, torch.int64, torch.float32)]
+    tensors = [(PAIRS * 3).to(of) for of in (torch.uint8, torch.int8, torch.int64)]
+    tensors.append((PAIRS % 64).float())  # what no float is in eight bits differs from CPU to CPU
     found = torch.compile(function, backend="npu_iree")(*tensors)
     assert_same(found, function(*tensors))
     assert counts["host_ops"] == 0
