@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+import zlib
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,25 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from once import folder_of_run, made_once
 from runtime_env import make_runtime_only_python
+
+# In these folders a test compiles. Of more than so many cases of one, `pytest` runs one in four.
+WIDE, MANY, ONE_IN = frozenset({"device", "ir", "models", "offline", "runtime"}), 3, 4
+
+
+@pytest.hookimpl(tryfirst=True)  # before those that are marked are left out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave most cases of a test that has many to `pytest -m sweep`, unless a test is named."""
+    if any("::" in name for name in config.args):
+        return
+    found: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.path.parent.name in WIDE and item.get_closest_marker("sweep") is None:
+            found[item.nodeid.partition("[")[0]].append(item)
+    for _, *others in found.values():
+        if len(others) >= MANY:  # the first stays; the others, as their names fall
+            for case in others:
+                if zlib.crc32(case.nodeid.encode()) % ONE_IN:
+                    case.add_marker("sweep")
 
 
 class TorchRandom:

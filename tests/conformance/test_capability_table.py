@@ -71,6 +71,7 @@ def test_a_table_that_is_wrong_is_told(table: Capabilities, tried: Row, problem:
     assert bool(problem) == bool(found)
 
 
+@pytest.mark.sweep
 def test_ops_that_take_uint8_take_all_of_it(table: Capabilities) -> None:
     """Not only what is below 128, as all samples are that are measured: torch-mlir has a sign."""
     x = torch.tensor([[0, 1, 127, 128, 200, 255]], dtype=torch.uint8)

@@ -75,6 +75,7 @@ def test_what_healing_found_is_found_in_the_bundle(
     assert "died of SIGABRT" in graph.failed[1]
 
 
+@pytest.mark.sweep
 def test_what_a_bundle_lacks_is_an_error_or_runs_in_eager_or_is_compiled(
     tmp_path: Path, runtime_only_python: Path
 ) -> None:

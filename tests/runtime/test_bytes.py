@@ -79,6 +79,7 @@ def test_two_operands(name: str, counts: Counter[str]) -> None:
     assert counts["host_ops"] == 0
 
 
+@pytest.mark.sweep
 def test_one_operand(counts: Counter[str]) -> None:
     x = PAIRS[0].view(9, 9)
 

@@ -44,6 +44,7 @@ def test_images_of_any_size(name: str, counts: Counter[str]) -> None:
     assert (counts["graphs"], counts["host_ops"], counts["refused_flags"]) == (1, 0, 0)
 
 
+@pytest.mark.sweep
 @torch.no_grad()
 def test_what_is_pooled_and_repeated(counts: Counter[str]) -> None:
     model = nn.Sequential(
@@ -139,6 +140,7 @@ class Block(nn.Module):
         return self.narrow(F.gelu(self.wide(y))) + x
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dims", [[0], [0, 2, 3]], ids=["batch", "all"])
 @torch.no_grad()
 def test_residual_blocks(dims: list[int], counts: Counter[str]) -> None:
@@ -232,6 +234,7 @@ def test_strides_that_are_asked_for_cost_no_search(counts: Counter[str]) -> None
     assert counts["compiles"] == 2
 
 
+@pytest.mark.sweep
 def test_the_gradient_of_one_image_by_a_weight_that_is_given(counts: Counter[str]) -> None:
     """All of its sizes are symbols but for the batch; those of the window are made known."""
 

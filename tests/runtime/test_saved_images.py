@@ -80,6 +80,7 @@ def channels(found: Step, x: torch.Tensor) -> set[int]:
     return {t.shape[1] for t in lasts}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("count", [4, 7])
 def test_images_are_saved_with_channels_last(count: int, counts: Counter[str]) -> None:
     torch.manual_seed(0)
@@ -107,6 +108,7 @@ def test_sums_of_images_are_saved_as_they_are() -> None:
     assert (8,) in {tuple(t.shape) for t in found.saved}
 
 
+@pytest.mark.sweep
 def test_of_any_size() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.SiLU(), nn.Conv2d(16, 8, 3))

@@ -34,6 +34,7 @@ OF_FLOATS: tuple[Function, ...] = (
 )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64], ids=str)
 def test_sums_of_products(dtype: torch.dtype, is_dynamic: bool, counts: Counter[str]) -> None:

@@ -129,6 +129,7 @@ def test_an_average_pool_of_images_of_any_size(amounts: tuple[int, int, int]) ->
         assert_same(gradients(compiled, x), gradients(pooled, x))
 
 
+@pytest.mark.sweep
 def test_a_convolution_whose_padding_differs_on_both_sides() -> None:
     """Dynamic sizes: what is added on one side is a symbol, and negative in the backward pass."""
 

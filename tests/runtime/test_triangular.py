@@ -44,6 +44,7 @@ def test_all_ways_to_solve(counts: Counter[str]) -> None:
     assert (counts["regions"], counts["host_ops"]) == (1, 0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("weight", [0.5, 0.9, -0.3])
 def test_what_the_powers_of_a_matrix_would_not_solve(weight: float) -> None:
     """Of 64 rows that are alike, the inverse is small, and a series for it is not."""
@@ -90,6 +91,7 @@ def in_chunks_of_16(x: torch.Tensor) -> torch.Tensor:
     return solve((decay.unsqueeze(-1) - decay.unsqueeze(-2)).tanh() / 16, chunks)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("rows", [(7, 11, 16), (20, 33, 64)])  # one chunk, or several
 def test_the_rows_of_a_chunk_are_known(rows: tuple[int, ...], counts: Counter[str]) -> None:
     fast = torch.compile(in_chunks_of_16, backend="npu_iree")
