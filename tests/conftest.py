@@ -23,24 +23,27 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 from once import folder_of_run, made_once
 from runtime_env import make_runtime_only_python
 
-# In these folders a test compiles. Of more than so many cases of one, `pytest` runs one in four.
-WIDE, MANY, ONE_IN = frozenset({"device", "ir", "models", "offline", "runtime"}), 3, 4
+COMPILING = frozenset({"device", "ir", "models", "offline", "runtime"})  # folders whose tests do
+MOST_CASES = 3  # of a test; of one with more, the first is run, and one in four of the others
+ONE_IN = 4
 
 
-@pytest.hookimpl(tryfirst=True)  # before those that are marked are left out
+@pytest.hookimpl(tryfirst=True)  # before what is marked is left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave most cases of a test that has many to `pytest -m sweep`, unless a test is named."""
+    """Leave most cases of a test that has many to `pytest -m sweep`, unless a test is named.
+
+    Which, depends on their names alone, so that all processes of a run choose the same.
+    """
     if any("::" in name for name in config.args):
         return
-    found: dict[str, list[pytest.Item]] = defaultdict(list)
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if item.path.parent.name in WIDE and item.get_closest_marker("sweep") is None:
-            found[item.nodeid.partition("[")[0]].append(item)
-    for _, *others in found.values():
-        if len(others) >= MANY:  # the first stays; the others, as their names fall
-            for case in others:
-                if zlib.crc32(case.nodeid.encode()) % ONE_IN:
-                    case.add_marker("sweep")
+        if item.path.parent.name in COMPILING and item.get_closest_marker("sweep") is None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for alike in cases.values():
+        for case in alike[1:] if len(alike) > MOST_CASES else ():
+            if zlib.crc32(case.nodeid.encode()) % ONE_IN:
+                case.add_marker("sweep")
 
 
 class TorchRandom:

@@ -355,6 +355,13 @@ def test_a_product_with_a_vector_asks_for_the_next_rows(
     assert count(rf"getelementptr %\w+\[{ahead}\]", text) == (8 if ahead else 0)
 
 
+@pytest.mark.parametrize("cpu", ["haswell", "znver4"])
+def test_integers_become_bfloat16_with_vectors_of_any_width(cpu: str) -> None:
+    """LLVM calls a function for it where it has no AVX-512, and there is none."""
+    region = region_of(lambda x, y: x.bfloat16() + y, torch.zeros(9).long(), torch.ones(9) > 0)
+    assert compile_program(Program.of(region), target_for(cpu)).vmfb
+
+
 def test_code_for_this_cpu_needs_nothing_that_it_lacks() -> None:
     with IreeSession(CompileOptions(flags=NPU_LOCAL.compile.flag_sets[0])) as session:
         assert missing_features(session.features) == []

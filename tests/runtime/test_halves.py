@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from dumps import signatures
 from npu_iree.tolerances import largest_difference
+from tolerances import assert_same
 
 OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": lambda x: x.sum(-1),
@@ -122,6 +123,19 @@ def test_convolutions_and_their_gradients_are_as_exact(
         assert one.dtype == dtype
         error = largest_difference(other.double(), truth)
         assert largest_difference(one.double(), truth) <= 2 * error + 2e-3 * truth.abs().max()
+    assert counts["host_ops"] == 0
+
+
+@pytest.mark.parametrize("to", HALVES)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64], ids=str)
+def test_integers_are_rounded_as_by_eager(
+    dtype: torch.dtype, to: torch.dtype, counts: Counter[str]
+) -> None:
+    """By way of f32: what lies just above the middle of two halves is rounded twice."""
+    numbers = torch.tensor([0, 1, 3, 255, 257, 259, -259, 2049, 65535, 2**24 + 2**16 + 1, 7])
+    x = numbers.to(dtype)
+    found = torch.compile(lambda x: (x.to(to), x.to(to) * 2), backend="npu_iree")(x)
+    assert_same(found, (x.to(to), x.to(to) * 2))
     assert counts["host_ops"] == 0
 
 
