@@ -51,6 +51,7 @@ def npu_iree(
     Raises:
         OptionError: an option does not exist or has a bad value, or `mode` is given.
         UnsupportedOpError: `fallback="error"`, and the target cannot run some ops.
+        EagerOnlyError: `fallback="error"`, and only PyTorch's own kernels can run the graph.
         VersionError: other versions of torch, torch-mlir or IREE are installed.
         ArtifactError: the bundle is damaged, or is not for this target or CPU.
         NotCompiledError: `compile="never"`, and neither the bundle nor the cache has the graph.

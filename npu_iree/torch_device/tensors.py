@@ -67,9 +67,10 @@ def _unset(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype 
     made = new_tensor(shape, strides, dtype or torch.get_default_dtype())
     is_to_show = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     if is_to_show and torch.are_deterministic_algorithms_enabled():
-        kind, is_whole = made.dtype, not (made.is_floating_point() or made.is_complex())
-        most = 1 if kind is torch.bool else torch.iinfo(kind).max if is_whole else math.nan
-        made.fill_(most)
+        if made.is_floating_point() or made.is_complex():
+            made.fill_(math.nan)
+        else:
+            made.fill_(1 if made.dtype is torch.bool else torch.iinfo(made.dtype).max)
     return made
 
 
