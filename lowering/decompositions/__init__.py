@@ -157,7 +157,8 @@ def decomposition_table(
         rng: `host` leaves random ops whole where their pieces draw other numbers than eager.
 
     Returns:
-        op overload -> a function on tensors that computes the same.
+        op overload -> a function on tensors that computes the same, or returns `NotImplemented`,
+        with which PyTorch keeps the op whole.
     """
     keep = {*keep_ops, *(EAGERS_RANDOM_OPS if rng == "host" else ())}
     of_libraries = {**grouped.of_libraries(), **quantized.of_libraries()}

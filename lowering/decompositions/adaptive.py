@@ -12,7 +12,6 @@ from lowering.decompositions.maxima import given_back
 from lowering.decompositions.pooling import are_pooled
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 _MAX_POOLS = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_indices.default}
 
 
@@ -28,7 +27,7 @@ def adaptive_max_pool(x: torch.Tensor, output_size: Sequence[int]) -> Any:
     rank = len(output_size)
     sizes = x.shape[-rank:]
     if not are_pooled(sizes) or 0 in output_size:
-        return _UNCHANGED
+        return NotImplemented
     if all(size % count == 0 for size, count in zip(sizes, output_size, strict=True)):
         steps = [size // count for size, count in zip(sizes, output_size, strict=True)]
         return _MAX_POOLS[rank](x, steps, steps)
@@ -55,7 +54,7 @@ def adaptive_avg_pool_backward(rank: int, gradient: torch.Tensor, x: torch.Tenso
     the number of windows as which elements they have follows from that of elements.
     """
     if not are_pooled(x.shape[-rank:]):
-        return _UNCHANGED
+        return NotImplemented
     for dim in range(x.dim() - rank, x.dim()):
         size, count = x.shape[dim], gradient.shape[dim]
         behind = [1] * (x.dim() - 1 - dim)

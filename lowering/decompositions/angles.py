@@ -15,7 +15,6 @@ import torch
 
 from lowering.decompositions.doubles import polynomial
 
-_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 _SIN = [Fraction((-1) ** i, math.factorial(2 * i + 1)) for i in range(11)]
 _COS = [Fraction((-1) ** i, math.factorial(2 * i)) for i in range(12)]
 # How many terms of each series an eighth of a turn needs.
@@ -34,13 +33,13 @@ def cos(x: torch.Tensor) -> Any:
 
 def tan(x: torch.Tensor) -> Any:
     """Decompose `aten.tan`, as `sin`."""
-    return _UNCHANGED if x.dtype.is_complex else sin(x) / cos(x)
+    return NotImplemented if x.dtype.is_complex else sin(x) / cos(x)
 
 
 def _in_quadrant(x: torch.Tensor, turned_by: int) -> Any:
     """Compute the sine of an angle that is turned by so many quarters."""
     if x.dtype.is_complex:
-        return _UNCHANGED
+        return NotImplemented
     dtype = x.dtype if x.dtype.is_floating_point else torch.get_default_dtype()
     x = x.to(torch.float64 if dtype is torch.float64 else torch.float32)
     rest, quarters = _without_quarters(x) if x.dtype is torch.float64 else _without_turns(x)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 _SUM, _MEAN = 0, 1  # modes; the third is the maximum
 
 
@@ -44,7 +43,7 @@ def embedding_bag(
         and what only the maximum has.
     """
     if mode not in (_SUM, _MEAN) or sparse or weight.dtype not in (torch.float32, torch.float64):
-        return _UNCHANGED
+        return NotImplemented
     length, count = indices.shape[0], offsets.shape[0] - include_last_offset
     starts = offsets.new_zeros([length + 1])
     starts = torch.scatter_add(starts, 0, offsets, torch.ones_like(offsets))
@@ -83,7 +82,7 @@ def embedding_bag_backward(
     """
     is_known = gradient.dtype in (torch.float32, torch.float64)
     if mode not in (_SUM, _MEAN) or sparse or scale_grad_by_freq or not is_known:
-        return _UNCHANGED
+        return NotImplemented
     if mode == _MEAN:
         gradient = gradient / torch.clamp(sizes, min=1).unsqueeze(-1)
     counts = _counts(indices, padding_idx)
@@ -106,7 +105,7 @@ def weights_backward(
         The gradient of `per_sample_weights`, `[L]`.
     """
     if mode != _SUM or weight.dtype not in (torch.float32, torch.float64):
-        return _UNCHANGED
+        return NotImplemented
     rows = aten.embedding.default(weight, indices) * torch.index_select(gradient, 0, bag)
     return torch.where(_counts(indices, padding_idx), torch.sum(rows, -1), 0)
 

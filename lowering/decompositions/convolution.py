@@ -19,7 +19,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from lowering.sizes import are_known, is_static, of_each
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 
 
 def convolution(
@@ -47,9 +46,9 @@ def convolution(
         of_each(v, rank) for v in (stride, padding, dilation, output_padding)
     )
     if not is_static(weight) or not are_known(x.shape[1:]):
-        return _UNCHANGED
+        return NotImplemented
     if transposed and groups == 1:
-        return _UNCHANGED
+        return NotImplemented
     if rank == 3 and groups > 1 and not transposed:
         y = _by_planes(x, weight, stride, padding, dilation, groups)
         return y if bias is None else y + bias.reshape(-1, 1, 1, 1)
@@ -64,7 +63,7 @@ def convolution(
         pads.append((padding[i], padding[i] - over) if is_one_place else (0, 0))
         left[i] = 0 if is_one_place else padding[i]
     if list(padding) == left and not any(map(any, pads)):
-        return _UNCHANGED
+        return NotImplemented
     flat = [amount for pair in reversed(pads) for amount in pair]
     padded = aten.constant_pad_nd.default(x, flat, 0)
     return aten.convolution.default(
@@ -102,7 +101,7 @@ def convolution_backward(
         return of_padded, *aten.convolution_backward.default(*given, *others)[1:]
     are_static = is_static(weight) and are_known((*x.shape[1:], *gradient.shape[1:]))
     if not are_static or (is_plain and (is_static(x) or max(stride) == 1)):
-        return _UNCHANGED
+        return NotImplemented
     kernel = weight.shape[2:]
     places = (stride, padding, dilation)
     of_x = of_weight = of_bias = None

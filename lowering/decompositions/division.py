@@ -18,7 +18,6 @@ from lowering.decompositions.promotion import Operand, are_floats, promoted
 from lowering.decompositions.recursion import Ours
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 _OURS = Ours()
 _UNSIGNED = torch.uint8  # torch-mlir takes it for signed
 
@@ -34,7 +33,7 @@ def div_mode(x: Operand, y: Operand, *, rounding_mode: str | None = None) -> Any
     if rounding_mode == "trunc" and not isinstance(y, torch.Tensor) and are_floats(x, y):
         return torch.div(*promoted(x, y), rounding_mode="trunc")  # torch-mlir rounds it to f32
     if rounding_mode != "floor":
-        return _UNCHANGED
+        return NotImplemented
     x, y = promoted(x, y)
     if are_floats(x, y):
         return _floor_of_floats(x, y)
@@ -46,7 +45,7 @@ def div_mode(x: Operand, y: Operand, *, rounding_mode: str | None = None) -> Any
 def true_divide(x: Operand, y: Operand) -> Any:
     """Decompose divisions with unsigned integers, such as an image's by 255: they are of floats."""
     if not any(isinstance(v, torch.Tensor) and v.dtype is _UNSIGNED for v in (x, y)):
-        return _UNCHANGED
+        return NotImplemented
     dtype = torch.result_type(x, y)
     if not dtype.is_floating_point and not dtype.is_complex:
         dtype = torch.get_default_dtype()
@@ -65,7 +64,7 @@ def remainder(x: Operand, y: Operand) -> Any:
     if _may_overflow(x, y):
         with _OURS:
             return torch.remainder(x, _without_minus_one(y))
-    return _UNCHANGED
+    return NotImplemented
 
 
 def fmod(x: torch.Tensor, y: Operand) -> Any:
@@ -77,7 +76,7 @@ def fmod(x: torch.Tensor, y: Operand) -> Any:
         with _OURS:
             return torch.fmod(x, _without_minus_one(y))
     if not are_floats(x, y):
-        return _UNCHANGED if isinstance(y, torch.Tensor) else torch.fmod(*promoted(x, y))
+        return NotImplemented if isinstance(y, torch.Tensor) else torch.fmod(*promoted(x, y))
     x, y = promoted(x, y)
     rest = torch.remainder(torch.abs(x), torch.abs(y))
     return torch.where(x < 0, -rest, rest)

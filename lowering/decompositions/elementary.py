@@ -18,7 +18,6 @@ from lowering.decompositions import angles, doubles
 from lowering.decompositions.promotion import promoted
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 _LN2 = math.log(2)
 _LARGE = 1e9  # squares of larger ones leave no digit to one
 # The inverse of the error function, over its argument, by 2.5 less than -log(1 - x*x), and by 3
@@ -39,7 +38,7 @@ def log1p(x: torch.Tensor) -> Any:
     Source: HP-15C Advanced Functions Handbook, 1982, appendix, by W. Kahan.
     """
     if x.dtype is not torch.float64:
-        return _UNCHANGED
+        return NotImplemented
     more = 1 + x
     corrected = torch.log(more) * (x / (more - 1))
     return torch.where(more == 1, x, torch.where(more == math.inf, more, corrected))
@@ -48,7 +47,7 @@ def log1p(x: torch.Tensor) -> Any:
 def expm1(x: torch.Tensor) -> Any:
     """Decompose `aten.expm1` in f64, where IREE's is `exp(x) - 1`: corrects that, as `log1p`."""
     if x.dtype is not torch.float64:
-        return _UNCHANGED
+        return NotImplemented
     more = torch.exp(x)
     corrected = (more - 1) * (x / torch.log(more))
     is_all = (more == math.inf) | (more - 1 == -1)
@@ -60,7 +59,7 @@ def _if_f64(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch
 
     @functools.wraps(function)
     def decomposed(x: torch.Tensor) -> Any:
-        return function(x) if x.dtype is torch.float64 else _UNCHANGED
+        return function(x) if x.dtype is torch.float64 else NotImplemented
 
     return decomposed
 
@@ -71,7 +70,7 @@ def _of_reals(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[tor
     @functools.wraps(function)
     def decomposed(x: torch.Tensor) -> Any:
         if x.dtype.is_complex:
-            return _UNCHANGED
+            return NotImplemented
         return function(x if x.dtype.is_floating_point else x.to(torch.get_default_dtype()))
 
     return decomposed
@@ -118,7 +117,7 @@ def erfinv(x: torch.Tensor) -> Any:
     Source: M. Giles, "Approximating the erfinv function", GPU Computing Gems, 2012, table 5.
     """
     if x.dtype is torch.float64 or x.dtype.is_complex:
-        return _UNCHANGED
+        return NotImplemented
     number = x.to(torch.float32)
     depth = -torch.log((1 - number) * (1 + number))
     is_near = depth < 5
@@ -139,7 +138,7 @@ def elu(x: torch.Tensor, alpha: float = 1, scale: float = 1, input_scale: float 
 def logaddexp(a: torch.Tensor, b: torch.Tensor) -> Any:
     """Decompose `aten.logaddexp`: of a NaN it is NaN, beside an infinity too."""
     if a.dtype.is_complex or b.dtype.is_complex:
-        return _UNCHANGED
+        return NotImplemented
     return _largest_and(a, b, lambda less: torch.log1p(torch.exp(less)))
 
 
@@ -201,7 +200,7 @@ def log10(x: torch.Tensor) -> torch.Tensor:
 def angle(x: torch.Tensor) -> Any:
     """Decompose `aten.angle` of reals."""
     if x.dtype.is_complex:
-        return _UNCHANGED
+        return NotImplemented
     number = x if x.dtype.is_floating_point else x.to(torch.get_default_dtype())
     turned = torch.where(number < 0, math.pi, torch.zeros_like(number))
     return torch.where(number != number, number, turned)  # asks for NaN

@@ -16,7 +16,6 @@ import torch
 from lowering.decompositions.promotion import promoted
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 Number: TypeAlias = int | float
 
 
@@ -24,19 +23,19 @@ def add(x: torch.Tensor, y: torch.Tensor | Number, *, alpha: Number = 1) -> Any:
     """Decompose `aten.add` of flags, which torch-mlir adds as numbers of one bit, into an `or`."""
     is_flag = y.dtype is torch.bool if isinstance(y, torch.Tensor) else isinstance(y, bool)
     if x.dtype is not torch.bool or not is_flag:
-        return _UNCHANGED
+        return NotImplemented
     _, flag = promoted(x, y)
     return torch.logical_or(x, flag if alpha else torch.zeros_like(flag))
 
 
 def neg(x: torch.Tensor) -> Any:
     """Decompose `aten.neg` on integers into a multiplication, which wraps as it should."""
-    return _UNCHANGED if _is_inexact(x) else torch.mul(x, -1)
+    return NotImplemented if _is_inexact(x) else torch.mul(x, -1)
 
 
 def absolute(x: torch.Tensor) -> Any:
     """Decompose `aten.abs` on unsigned integers, which torch-mlir takes for signed ones."""
-    return torch.clone(x) if x.dtype is torch.uint8 else _UNCHANGED
+    return torch.clone(x) if x.dtype is torch.uint8 else NotImplemented
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> Any:
@@ -45,7 +44,7 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> Any:
     Of negative numbers, which the direct cast leaves open, so comes their remainder by 256.
     """
     if dtype is not torch.uint8 or not x.dtype.is_floating_point:
-        return _UNCHANGED
+        return NotImplemented
     return x.to(torch.int64).to(torch.uint8)
 
 
@@ -79,7 +78,7 @@ def total_dim(
         wide = x.to(dtype).to(torch.int32)
         return torch.sum(wide, dims, keepdim, dtype=torch.int32).to(dtype)
     if x.dtype is not torch.uint8:
-        return _UNCHANGED
+        return NotImplemented
     return torch.sum(x.to(dtype or torch.int64), dims, keepdim, dtype=dtype)
 
 
@@ -87,7 +86,7 @@ def gelu(x: torch.Tensor, *, approximate: str = "none") -> Any:
     """Decompose `aten.gelu` in f64, and the approximate: torch-mlir's constants are too short."""
     if approximate != "tanh":
         is_double = x.dtype is torch.float64
-        return 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5))) if is_double else _UNCHANGED
+        return 0.5 * x * (1 + torch.erf(x * math.sqrt(0.5))) if is_double else NotImplemented
     inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
     return 0.5 * x * (1 + torch.tanh(inner))
 
@@ -130,17 +129,17 @@ def var(
     So where there may be as few: of a number that is not known, and a correction above 1.
     """
     if x.dtype.is_complex:
-        return _UNCHANGED
+        return NotImplemented
     dims = list(dim or range(x.dim()))
     count = math.prod(x.shape[d] for d in dims) if x.dim() else 1
     least = 1 if correction is None else correction
     if not isinstance(count, int):
         if least <= 1:
-            return _UNCHANGED
+            return NotImplemented
         squares = torch.sum(torch.square(x - torch.mean(x, dims, True)), dims, keepdim)
         return squares / torch.sym_max(count - least, 0)
     if count >= least:
-        return _UNCHANGED
+        return NotImplemented
     squares = torch.square(x - torch.sum(x, dims, True) / count) if count else x
     return torch.sum(squares, dims, keepdim) / torch.zeros((), dtype=x.dtype, device=x.device)
 
@@ -150,15 +149,15 @@ def var_mean(
 ) -> Any:
     """Decompose `aten.var_mean` where `var` is."""
     spread = var(x, dim, keepdim=keepdim, **correction)
-    if spread is _UNCHANGED:
-        return _UNCHANGED
+    if spread is NotImplemented:
+        return NotImplemented
     return spread, torch.mean(x, list(dim or range(x.dim())), keepdim)
 
 
 def logspace(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     """Keep `aten.logspace` of integers whole: a power that is a little too small loses one."""
     if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
-        return _UNCHANGED
+        return NotImplemented
     return torch._refs.logspace(*args, dtype=dtype, **kwargs)
 
 

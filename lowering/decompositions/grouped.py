@@ -18,7 +18,6 @@ import torch
 from lowering.sizes import size_hint
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 # Rows of a block, and how many rows are multiplied in the time in which a matrix comes from memory.
 _SIZES, _FREE = (1, 16, 32, 64), 20
 # The same where a matrix is made of each block, written, read, and added to another.
@@ -162,12 +161,12 @@ def _of_aten(
 ) -> Any:
     """Decompose `aten._grouped_mm` where rows, or what is summed over, is in groups."""
     if offs is None or bias is not None or out_dtype not in (None, x.dtype):
-        return _UNCHANGED
+        return NotImplemented
     if x.dim() == 2 and weight.dim() == 3:
         return grouped_mm(x, weight, offs)
     if x.dim() == 2 and weight.dim() == 2:
         return grouped_outer(x.t(), weight, offs)
-    return _UNCHANGED
+    return NotImplemented
 
 
 def _of_transformers(

@@ -15,7 +15,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 HALVES = (torch.float16, torch.bfloat16)
 Decomposition = Callable[..., Any]
 
@@ -95,7 +94,7 @@ def _widening(
     def decomposed(*args: Any, **kwargs: Any) -> Any:
         half = _half(pytree.tree_leaves((args, kwargs)))
         if half is None or (with_number and not any(_is_finer(arg, half) for arg in args[1:])):
-            return otherwise(*args, **kwargs) if otherwise else _UNCHANGED
+            return otherwise(*args, **kwargs) if otherwise else NotImplemented
         dtype = kwargs.get("dtype")
         if dtype in HALVES:
             kwargs = {**kwargs, "dtype": None}

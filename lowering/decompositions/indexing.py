@@ -18,7 +18,6 @@ from lowering.decompositions.recursion import Ours
 from lowering.sizes import is_static
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 _OURS = Ours()
 _PYTORCHS = get_decompositions([aten.index_add, aten.index_copy, aten.index_fill])
 
@@ -43,13 +42,13 @@ def index_put(
             %1 = index_put(%x, [%b, %j], view(%values, [B*S, D]))
     """
     if _OURS.is_done:
-        return _UNCHANGED
+        return NotImplemented
     indices = [  # of bytes are masks, too
         i.to(torch.bool) if i is not None and i.dtype is torch.uint8 else i for i in indices
     ]
     if any(i is not None and i.dtype is torch.bool for i in indices):
         chosen = _by_mask(x, indices, values, accumulate)
-        if chosen is not _UNCHANGED:
+        if chosen is not NotImplemented:
             return chosen
     else:
         pairs = zip(indices, x.shape, strict=False)
@@ -72,12 +71,12 @@ def _by_mask(
     (mask, *others) = (i for i in indices if i is not None)
     first = next(d for d, i in enumerate(indices) if i is not None)
     if others or mask.dim() == 0:
-        return _UNCHANGED
+        return NotImplemented
     rest = x.dim() - first - mask.dim()
     if values.dim() > rest:
         places = values.dim() - rest - 1  # the dimension along which there is one for each place
         if not isinstance(count := values.shape[places], int) or count != 1:
-            return _UNCHANGED
+            return NotImplemented
         sizes = [*values.shape[:places], *[1] * mask.dim(), *values.shape[places + 1 :]]
         values = values.reshape(sizes)
     mask = mask.reshape([*mask.shape, *[1] * rest])
@@ -179,7 +178,7 @@ def _broadcast(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def embedding(weight: torch.Tensor, indices: torch.Tensor, *_: Any) -> Any:
     """Decompose `aten.embedding` of integers, such as quantized weights: rows are selected."""
     if weight.is_floating_point() or weight.is_complex():
-        return _UNCHANGED
+        return NotImplemented
     rows = torch.index_select(weight, 0, indices.reshape(-1))
     return rows.view(*indices.shape, weight.shape[1])
 

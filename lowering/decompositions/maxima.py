@@ -20,7 +20,6 @@ from lowering.decompositions.recursion import Ours
 from lowering.sizes import are_empty, are_known, is_static, of_each
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 _OURS = Ours()
 _MOST_PLACES = 32  # of a window that are compared one after the other; else, row by row
 
@@ -46,7 +45,7 @@ def max_pool2d(
     kernel, steps, pads, apart = (of_each(v, 2) for v in (kernel_size, stride, padding, dilation))
     is_irregular = ceil_mode or x.dim() == 3
     if _OURS.is_done or are_empty(x) or (x.dim() == 3 and not is_static(x)):
-        return _UNCHANGED
+        return NotImplemented
     sizes, counts, covering = x.shape[-2:], list[Any](), list[Any]()
     for size, k, step, pad, d in zip(sizes, kernel, steps, pads, apart, strict=True):
         count = places_of(size, k, step, pad, d, ceil_mode)
@@ -139,7 +138,7 @@ def max_pool3d(
             the index of %2 is gather(%i, 2, %j's depth) + H * W * %j's depth
     """
     if not are_pooled(x.shape[-3:]) or 0 in x.shape:
-        return _UNCHANGED
+        return NotImplemented
     kernel, steps, pads, apart = (
         of_each(v, 3) for v in (kernel_size, stride or kernel_size, padding, dilation)
     )

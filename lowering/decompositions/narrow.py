@@ -16,7 +16,6 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dty
 from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 _WIDE = torch.int32
 _BITS = 8
 Decomposition = Callable[..., Any]
@@ -114,7 +113,7 @@ def with_narrow(table: Table) -> Table:
 
 def mm(a: torch.Tensor, b: torch.Tensor) -> Any:
     """Decompose `aten.mm` of signed bytes: their product is cut to eight bits."""
-    return torch._int_mm(a, b).to(a.dtype) if a.dtype is torch.int8 else _UNCHANGED
+    return torch._int_mm(a, b).to(a.dtype) if a.dtype is torch.int8 else NotImplemented
 
 
 def int_mm(a: torch.Tensor, b: torch.Tensor) -> Any:
@@ -124,7 +123,7 @@ def int_mm(a: torch.Tensor, b: torch.Tensor) -> Any:
     After:  %1 = aten._int_mm(convert(%0 - 128, i8), %w) + 128 * sum(%w, 0)
     """
     if a.dtype is not torch.uint8:
-        return _UNCHANGED
+        return NotImplemented
     middle = 2 ** (_BITS - 1)
     signed = (a.to(_WIDE) - middle).to(torch.int8)
     return torch._int_mm(signed, b) + middle * torch.sum(b, 0, dtype=_WIDE)
@@ -132,7 +131,7 @@ def int_mm(a: torch.Tensor, b: torch.Tensor) -> Any:
 
 def view_dtype(x: torch.Tensor, dtype: torch.dtype) -> Any:
     """Decompose `aten.view` of signed bytes as others, and back: their bits stay as they are."""
-    return x.to(dtype) if x.dtype in _BOTH and dtype in _BOTH else _UNCHANGED
+    return x.to(dtype) if x.dtype in _BOTH and dtype in _BOTH else NotImplemented
 
 
 def _on_bytes(
@@ -143,7 +142,7 @@ def _on_bytes(
     def decomposed(*args: Any, **kwargs: Any) -> Any:
         if _has(args, dtypes):
             return decomposition(*args, **kwargs)
-        return otherwise(*args, **kwargs) if otherwise else _UNCHANGED
+        return otherwise(*args, **kwargs) if otherwise else NotImplemented
 
     return decomposed
 
@@ -151,7 +150,7 @@ def _on_bytes(
 def _elementwise(op: Any) -> Decomposition:
     def decomposed(*args: Any, **kwargs: Any) -> Any:
         if op is aten.clamp.default and any(_is_refused(bound, args[0]) for bound in args[1:]):
-            return _UNCHANGED
+            return NotImplemented
         operands, dtype = _promoted(args)
         return _cut(op(*operands, **kwargs), dtype)
 
@@ -162,7 +161,7 @@ def _of_one_dtype(op: Any) -> Decomposition:
     def decomposed(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         operands = pytree.tree_map_only(torch.Tensor, _widened, (x, *args))
         if kwargs.get("dtype") is not None:  # of a product of all numbers
-            return _UNCHANGED if kwargs["dtype"] in _BOTH else op(*operands, **kwargs)
+            return NotImplemented if kwargs["dtype"] in _BOTH else op(*operands, **kwargs)
         return _cut(op(*operands, **kwargs), x.dtype)
 
     return decomposed
@@ -183,7 +182,7 @@ def _scattered(otherwise: Decomposition | None) -> Decomposition:
         if x.dtype is torch.uint8 and args[-1] in ("amax", "amin"):
             operands = pytree.tree_map_only(torch.Tensor, _widened, args)
             return op(_widened(x), dim, *operands, **kwargs).to(x.dtype)
-        return otherwise(x, dim, *args, **kwargs) if otherwise else _UNCHANGED
+        return otherwise(x, dim, *args, **kwargs) if otherwise else NotImplemented
 
     return decomposed
 
@@ -195,21 +194,21 @@ def _padded(otherwise: Decomposition | None) -> Decomposition:
     def decomposed(x: torch.Tensor, amounts: list[int], value: Any = 0) -> Any:
         if x.dtype is torch.uint8 and value:
             return op(_widened(x), amounts, value).to(x.dtype)
-        return otherwise(x, amounts, value) if otherwise else _UNCHANGED
+        return otherwise(x, amounts, value) if otherwise else NotImplemented
 
     return decomposed
 
 
 def _cat(tensors: list[torch.Tensor], dim: int = 0) -> Any:
     if not _has(tensors, _BOTH):
-        return _UNCHANGED
+        return NotImplemented
     operands, dtype = _promoted(tensors)
     return _cut(torch.cat(operands, dim), dtype)
 
 
 def _full_like(x: torch.Tensor, value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
     if torch.uint8 not in (x.dtype, dtype):
-        return _UNCHANGED
+        return NotImplemented
     if (dtype or x.dtype) is not torch.uint8:
         return torch.full_like(_widened(x), value, dtype=dtype)
     return torch.full_like(_widened(x), _integer(value), dtype=_WIDE).to(torch.uint8)
@@ -217,13 +216,13 @@ def _full_like(x: torch.Tensor, value: Any, *, dtype: torch.dtype | None = None,
 
 def _scalar_tensor(value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
     if dtype is not torch.uint8:
-        return _UNCHANGED
+        return NotImplemented
     return torch.full((), _integer(value), dtype=_WIDE).to(dtype)
 
 
 def _where(condition: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> Any:
     if condition.dtype is not torch.bool or not _has((x, y), _BOTH):
-        return _UNCHANGED
+        return NotImplemented
     operands, dtype = _promoted((x, y))
     return _cut(torch.where(condition, *operands), dtype)
 

@@ -15,14 +15,13 @@ import torch
 from lowering.decompositions.promotion import are_floats, promoted
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 Number: TypeAlias = int | float
 
 
 def maximum(a: torch.Tensor, b: torch.Tensor) -> Any:
     """Decompose `aten.maximum` in floats: `a` where it is larger or NaN, else `b`."""
     if not are_floats(a, b):
-        return _UNCHANGED
+        return NotImplemented
     a, b = promoted(a, b)
     return torch.where((a > b) | (a != a), a, b)  # asks for NaN
 
@@ -30,7 +29,7 @@ def maximum(a: torch.Tensor, b: torch.Tensor) -> Any:
 def minimum(a: torch.Tensor, b: torch.Tensor) -> Any:
     """Decompose `aten.minimum` in floats: `a` where it is smaller or NaN, else `b`."""
     if not are_floats(a, b):
-        return _UNCHANGED
+        return NotImplemented
     a, b = promoted(a, b)
     return torch.where((a < b) | (a != a), a, b)  # asks for NaN
 
@@ -38,7 +37,7 @@ def minimum(a: torch.Tensor, b: torch.Tensor) -> Any:
 def clamp(x: torch.Tensor, low: Number | None = None, high: Number | None = None) -> Any:
     """Decompose `aten.clamp` on floats: a NaN is neither below `low` nor above `high`."""
     if not x.dtype.is_floating_point:
-        return _UNCHANGED
+        return NotImplemented
     if low != low or high != high:  # asks for NaN
         return torch.full_like(x, math.nan)
     if low is not None:
@@ -53,7 +52,7 @@ def clamp_tensor(
 ) -> Any:
     """Decompose `aten.clamp` by tensors of floats: where a bound is NaN, so is the result."""
     if not torch.is_floating_point(x):
-        return _UNCHANGED
+        return NotImplemented
     if low is not None:
         x = torch.maximum(x, low)
     return x if high is None else torch.minimum(x, high)
@@ -77,7 +76,7 @@ def compare(by_tensor: Any, x: torch.Tensor, number: Any) -> Any:
     dtype = torch.result_type(x, number)
     is_rounded = dtype.is_floating_point and dtype is not torch.float64
     if not is_rounded or not isinstance(number, (bool, int, float)):
-        return _UNCHANGED
+        return NotImplemented
     return by_tensor(*promoted(x, number))
 
 
@@ -88,7 +87,7 @@ def compare_tensors(op: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
     """
     if x is y and op is torch.eq:
         return torch.logical_not(x != y)
-    return _UNCHANGED if x.dtype is y.dtype else op(*promoted(x, y))
+    return NotImplemented if x.dtype is y.dtype else op(*promoted(x, y))
 
 
 def argmax(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
@@ -104,14 +103,14 @@ def argmin(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> An
 def max_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
     """Decompose `aten.max.dim` on floats into its values and `argmax`."""
     if not x.dtype.is_floating_point:
-        return _UNCHANGED
+        return NotImplemented
     return torch.amax(x, dim, keepdim), torch.argmax(x, dim, keepdim)
 
 
 def min_dim(x: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
     """Decompose `aten.min.dim` on floats into its values and `argmin`."""
     if not x.dtype.is_floating_point:
-        return _UNCHANGED
+        return NotImplemented
     return torch.amin(x, dim, keepdim), torch.argmin(x, dim, keepdim)
 
 
@@ -140,7 +139,7 @@ DECOMPOSITIONS = {
 
 def _first(extreme: Any, x: torch.Tensor, dim: int | None, keepdim: bool) -> Any:
     if not x.dtype.is_floating_point or x.dim() == 0:
-        return _UNCHANGED
+        return NotImplemented
     value = extreme(x, [] if dim is None else [dim], True)  # NaN if there is a NaN
     is_it = (x == value) | (x != x)  # asks for NaN
     return aten.argmax.default(is_it.to(torch.int32), dim, keepdim)

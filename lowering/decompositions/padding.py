@@ -11,7 +11,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from lowering.sizes import are_known
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 
 
 def replication_pad_backward(
@@ -23,7 +22,7 @@ def replication_pad_backward(
     After:  cat([sum(%g[:, :3], 1, True), %g[:, 3:L+1], sum(%g[:, L+1:], 1, True)], 1)
     """
     if min(padding) < 0 or 0 in x.shape:
-        return _UNCHANGED
+        return NotImplemented
     for i, (before, after) in enumerate(zip(padding[::2], padding[1::2], strict=True)):
         dim, size = x.dim() - 1 - i, x.shape[x.dim() - 1 - i]
         if size == 1:
@@ -47,7 +46,7 @@ def pad(x: torch.Tensor, amounts: Sequence[int], value: int | float = 0) -> Any:
     After:  constant_pad_nd(%x[:, :L - max(0, -%n)], [0, max(0, %n)])
     """
     if all(map(_adds, amounts)):
-        return _UNCHANGED
+        return NotImplemented
     added: list[int] = []
     for i, (before, after) in enumerate(zip(amounts[::2], amounts[1::2], strict=True)):
         dim, size = x.dim() - 1 - i, x.shape[x.dim() - 1 - i]

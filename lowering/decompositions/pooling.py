@@ -19,7 +19,6 @@ from lowering.decompositions.convolution import spread_all, unread
 from lowering.sizes import are_known, of_each
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 
 
 def avg_pool2d(
@@ -37,7 +36,7 @@ def avg_pool2d(
     After:  %1 = sum(%x, [-2], True) / 7; sum(%1, [-1], True) / 9
     """
     if not are_pooled(x.shape[-2:]) or not x.dtype.is_floating_point:
-        return _UNCHANGED
+        return NotImplemented
     pool = _Windows.of(x.shape[-2:], kernel_size, stride, padding, ceil_mode)
     if pool.hang_over():
         return _averages(x, pool, count_include_pad, divisor_override)
@@ -54,7 +53,7 @@ def avg_pool2d(
         kernel[i], steps[i], pads[i] = 1, 1, 0
         once.append(i)
     if not once:
-        return _UNCHANGED
+        return NotImplemented
     if len(once) == 2:
         return x / divisor_override if divisor_override else x
     return aten.avg_pool2d.default(
@@ -73,7 +72,7 @@ def avg_pool3d(
 ) -> Any:
     """Decompose `aten.avg_pool3d` into sums over planes, and sums of these over the depth."""
     if not are_pooled(x.shape[-3:]) or not x.dtype.is_floating_point:
-        return _UNCHANGED
+        return NotImplemented
     pool = _Windows.of(x.shape[-3:], kernel_size, stride, padding, ceil_mode)
     batch = x if x.dim() == 5 else x.unsqueeze(0)
     averages = _averages(batch, pool, count_include_pad, divisor_override)
@@ -98,7 +97,7 @@ def avg_pool_backward(
             avg_pool2d(%1, [3, 3], [1, 1], divisor_override=1)
     """
     if not x.dtype.is_floating_point or 0 in x.shape[-rank:]:
-        return _UNCHANGED
+        return NotImplemented
     pool = _Windows.of(x.shape[-rank:], kernel_size, stride, padding, ceil_mode)
     part = gradient / pool.divisors(x.device, count_include_pad, divisor_override)
     batch = part if x.dim() == 2 + rank else part.unsqueeze(0)

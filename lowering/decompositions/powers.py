@@ -15,7 +15,6 @@ import torch
 from lowering.decompositions.promotion import are_floats, promoted
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 Number: TypeAlias = int | float
 _INTEGERS = (torch.int32, torch.int64)  # the device multiplies no smaller ones
 _ROOTS = (0.5, -0.5)  # PyTorch takes square roots, which are NaN of -inf
@@ -30,7 +29,7 @@ def power(base: torch.Tensor, exponent: torch.Tensor) -> Any:
     The rounding of the product costs up to 8e-6 of a large result in f32, as in IREE's own form.
     """
     if not are_floats(base, exponent):
-        return _UNCHANGED
+        return NotImplemented
     x, y = promoted(base, exponent)
     size = torch.abs(x)
     half = y * 0.5
@@ -48,11 +47,11 @@ def power_of_number(base: Number, exponent: torch.Tensor) -> Any:
     """Decompose `aten.pow` of a number, unless it is positive and not 1: that is right."""
     dtype = torch.result_type(base, exponent)
     if not dtype.is_floating_point:
-        return _UNCHANGED
+        return NotImplemented
     if not (0 < base < math.inf and base != 1):
         return power(torch.full((), base, dtype=dtype, device=exponent.device), exponent)
     if exponent.dtype is dtype:
-        return _UNCHANGED
+        return NotImplemented
     return torch.pow(base, exponent.to(dtype))
 
 
@@ -65,13 +64,13 @@ def power_to_number(base: torch.Tensor, exponent: Number) -> Any:
     if dtype in _INTEGERS and int(exponent) >= 0:
         return _product(base.to(dtype), int(exponent))
     if not base.dtype.is_floating_point or exponent in _ROOTS:
-        return _UNCHANGED
+        return NotImplemented
     if not math.isfinite(exponent):
         return power(base, torch.full((), exponent, dtype=base.dtype, device=base.device))
     if exponent != int(exponent):
         result = torch.exp(exponent * torch.log(torch.abs(base)))
         return torch.where((base < 0) & (base != -math.inf), math.nan, result)
-    return torch.reciprocal(torch.pow(base, -exponent)) if exponent < 0 else _UNCHANGED
+    return torch.reciprocal(torch.pow(base, -exponent)) if exponent < 0 else NotImplemented
 
 
 def _product(base: torch.Tensor, count: int) -> torch.Tensor:

@@ -12,7 +12,6 @@ import torch
 from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 Decomposition = Callable[..., Any]
 
 # op -> the place of the argument that has as many dimensions as the result.
@@ -53,7 +52,7 @@ def with_scalars(
 def _lifting(op: Any, place: int, otherwise: Decomposition | None) -> Decomposition:
     def decomposed(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if x.dim():
-            return otherwise(x, *args, **kwargs) if otherwise else _UNCHANGED
+            return otherwise(x, *args, **kwargs) if otherwise else NotImplemented
         lifted = pytree.tree_map_only(torch.Tensor, _lifted, (x, *args))
         results = op(*lifted, **kwargs)
         if (x, *args)[place].dim():

@@ -15,7 +15,6 @@ import torch
 from lowering.sizes import are_known, is_static
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 _MOST_DIMENSIONS = 3
 
 
@@ -35,7 +34,7 @@ def cumprod(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> A
 
 def _of_few(op: Any, x: torch.Tensor, dim: int, dtype: torch.dtype | None) -> Any:
     if is_static(x) or x.dim() <= _MOST_DIMENSIONS:
-        return _UNCHANGED
+        return NotImplemented
     dim %= x.dim()
     before, behind = math.prod(x.shape[:dim]), x.shape[dim + 1 :]
     after = [math.prod(behind)] if behind else []
@@ -62,7 +61,7 @@ def cummin(x: torch.Tensor, dim: int) -> Any:
 
 def _running_extreme(x: torch.Tensor, dim: int, is_further: Callable[..., Any]) -> Any:
     if x.dim() == 0 or not are_known([x.shape[dim]]) or x.dtype is torch.bool:
-        return _UNCHANGED
+        return NotImplemented
     dim %= x.dim()
     size = x.shape[dim]
     shape = [size if d == dim else 1 for d in range(x.dim())]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 
 
 def masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> Any:
@@ -19,7 +18,7 @@ def masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) ->
     After:  %i = cumsum(view(%m, [-1]), 0) - 1; where(%m, view(%s, [-1])[where(%m, %i, 0)], %x)
     """
     if isinstance(source.numel(), int) and source.numel() == 0:
-        return _UNCHANGED
+        return NotImplemented
     x, mask = torch.broadcast_tensors(x, mask)  # type: ignore[no-untyped-call]
     flat = mask.reshape(-1)
     place = torch.where(flat, _order(flat), 0)
@@ -43,7 +42,7 @@ def masked_scatter_backward(
 def histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     """Decompose `aten.histc` between two bounds; what is beyond them, or NaN, is not counted."""
     if min == max or x.dtype not in (torch.float32, torch.float64):
-        return _UNCHANGED
+        return NotImplemented
     flat = x.reshape(-1)
     counts = (flat >= min) & (flat <= max)
     place = (torch.where(counts, flat, min) - min) * bins / (max - min)
@@ -58,7 +57,7 @@ def diagonal_scatter(
     moved = x.movedim((dim1, dim2), (-2, -1))
     rows, columns = moved.shape[-2:]
     if source.shape[-1] == 0:
-        return _UNCHANGED
+        return NotImplemented
     row = torch.arange(rows, device=x.device).unsqueeze(-1)
     column = torch.arange(columns, device=x.device)
     first = max(0, -offset)
@@ -78,14 +77,14 @@ def scatter_reduce(
 def scatter_number(x: torch.Tensor, dim: int, index: torch.Tensor, number: float) -> Any:
     """Decompose `aten.scatter.value` into a tensor of one element, which IREE leaves zero."""
     if x.dim() != 1 or x.shape[0] != 1:
-        return _UNCHANGED
+        return NotImplemented
     return torch.where((index == 0).any(), torch.full_like(x, number), x)
 
 
 def scatter(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
     """Decompose `aten.scatter.src` of one element into one, as `scatter_number`."""
     if x.dim() != 1 or x.shape[0] != 1 or index.shape[0] != 1:
-        return _UNCHANGED
+        return NotImplemented
     return torch.where(index == 0, source[:1], x)
 
 
@@ -105,7 +104,7 @@ def scatter_mean(
 ) -> Any:
     """Decompose the mean of `aten.scatter_reduce` on integers: it is rounded down."""
     if reduce != "mean" or x.is_floating_point() or x.is_complex():
-        return _UNCHANGED
+        return NotImplemented
     total = torch.scatter_reduce(x, dim, index, source, "sum", include_self=include_self)
     start = torch.ones_like(x) if include_self else torch.zeros_like(x)
     count = torch.scatter_add(start, dim, index, torch.ones_like(source))

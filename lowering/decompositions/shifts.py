@@ -16,7 +16,6 @@ from lowering.decompositions.narrow import lowest_bits
 from lowering.decompositions.recursion import Ours
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 _WIDE = {torch.uint8: torch.int32, torch.int8: torch.int32}
 _ours = Ours()
 
@@ -34,7 +33,7 @@ def _shifted(is_left: bool) -> Callable[[Any, Any], Any]:
         kind = ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT
         _, dtype = elementwise_dtypes(x, amount, type_promotion_kind=kind)
         if _ours.is_done or dtype.is_floating_point or dtype is torch.bool:
-            return _UNCHANGED
+            return NotImplemented
         bits, wide = torch.iinfo(dtype).bits, _WIDE.get(dtype, dtype)
         most = bits if dtype in _WIDE else bits - 1  # to the right, the sign is left
         x = _as_tensor(x, amount, dtype).to(wide)

@@ -9,7 +9,6 @@ import torch
 from torch.nn import functional as F
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 _BLOCK = 16  # rows whose inverse is made; that of more would lose digits
 _MOST_ROWS = 128  # of larger ones, LAPACK on the host is the faster
 
@@ -32,7 +31,7 @@ def solve_triangular(
     rows = matrix.shape[-1]
     is_f32 = matrix.dtype is right.dtype is torch.float32  # IREE refuses such products of f64
     if not (is_f32 and isinstance(rows, int) and 0 < rows <= _MOST_ROWS):
-        return _UNCHANGED
+        return NotImplemented
     if not left:
         matrix, right, upper = matrix.mT, right.mT, not upper
     if upper:  # the last unknown is then the first

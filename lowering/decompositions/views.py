@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map
 from lowering.sizes import are_known, size_hint
 
 Size: TypeAlias = Any  # int or SymInt
-_UNCHANGED: Any = NotImplemented  # PyTorch then keeps the op whole
 
 
 def view(tensor: torch.Tensor, size: Sequence[Size]) -> Any:
@@ -39,7 +38,7 @@ def view(tensor: torch.Tensor, size: Sequence[Size]) -> Any:
 def split_with_sizes(tensor: torch.Tensor, sizes: Sequence[Size], dim: int = 0) -> Any:
     """Decompose `aten.split_with_sizes` at dynamic sizes, which torch-mlir refuses, into slices."""
     if all(isinstance(s, int) for s in (*tensor.shape, *sizes)):
-        return _UNCHANGED
+        return NotImplemented
     starts = itertools.accumulate(sizes, initial=0)
     pairs = zip(starts, sizes, strict=False)
     return [torch.ops.aten.slice.Tensor(tensor, dim, start, start + size) for start, size in pairs]
@@ -55,7 +54,7 @@ def squeeze(tensor: torch.Tensor, dims: Sequence[int] | int | None = None) -> An
     asked = range(rank) if dims is None else [dims] if isinstance(dims, int) else dims
     ones = {dim % rank for dim in asked if rank and guard_or_false(tensor.shape[dim] == 1)}
     if isinstance(dims, int) and ones:
-        return _UNCHANGED
+        return NotImplemented
     for dim in sorted(ones, reverse=True):
         tensor = torch.ops.aten.squeeze.dim(tensor, dim)
     return tensor if ones else torch.ops.aten.alias.default(tensor)
@@ -69,13 +68,13 @@ def _of_asked_sizes(tensor: torch.Tensor, size: Sequence[Size]) -> Any:
     """
     tracer = getattr(get_proxy_mode(), "tracer", None)
     if are_known(tensor.shape) or not isinstance(tracer, PythonKeyTracer):
-        return _UNCHANGED
+        return NotImplemented
     with disable_proxy_modes_tracing():
         viewed = torch.ops.aten.view.default(tensor, size)
         pairs = zip(size, viewed.shape, strict=True)
         asked = [a if isinstance(a, int) and a != -1 else found for a, found in pairs]
         if [*map(type, asked)] == [*map(type, viewed.shape)] or not is_contiguous_or_false(viewed):
-            return _UNCHANGED
+            return NotImplemented
         viewed = viewed.as_strided(asked, make_contiguous_strides_for(asked))
     arguments = tree_map(tracer.unwrap_proxy, (tensor, list(size)))
     proxy = tracer.create_proxy("call_function", torch.ops.aten.view.default, arguments, {})

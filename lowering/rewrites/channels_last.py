@@ -24,7 +24,6 @@ from lowering.rewrites.windows import MOST_PLACES, Window, to_first, to_last, wi
 from lowering.sizes import are_same
 
 aten, prims = torch.ops.aten, torch.ops.prims
-_UNCHANGED: Any = NotImplemented
 
 
 class ChannelsLast(Forms):
@@ -198,7 +197,7 @@ def _max_pool(
     window = Window.of(2, kernel, stride or kernel, padding, dilation)
     is_small = math.prod(window.kernel) <= MOST_PLACES
     if ceil_mode or x.ndim != 4 or not is_small or not x.dtype.is_floating_point:
-        return _UNCHANGED
+        return NotImplemented
     return functools.reduce(torch.maximum, windows(x, window, -math.inf))
 
 
@@ -224,7 +223,7 @@ def _reduced(
     places = [_place(d, x.ndim) for d in dims or range(x.ndim)]
     has_order = keepdim or not {0, x.ndim - 1} & {*places}  # of N and C, as they were
     if not has_order and len(places) < x.ndim - 1:
-        return _UNCHANGED
+        return NotImplemented
     return op(x, places, keepdim)
 
 
@@ -240,7 +239,7 @@ def _place(dim: int, rank: int) -> int:
 
 def _unsqueeze(x: torch.Tensor, dim: int) -> Any:
     rank = x.ndim + 1
-    return x.unsqueeze(_place(dim, rank)) if dim % rank > 1 else _UNCHANGED
+    return x.unsqueeze(_place(dim, rank)) if dim % rank > 1 else NotImplemented
 
 
 def _view(x: torch.Tensor, size: Sequence[int]) -> Any:
@@ -248,7 +247,7 @@ def _view(x: torch.Tensor, size: Sequence[int]) -> Any:
     return (
         x.reshape(count, *size[2:], channels)
         if are_same(size[:2], [count, channels])
-        else _UNCHANGED
+        else NotImplemented
     )
 
 

@@ -26,7 +26,6 @@ from lowering.rewrites.windows import MOST_PLACES, Window, to_last, windows
 from lowering.sizes import is_static
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented
 _MOST_PHASES = 16  # places between two windows, for the gradient of the input
 # The gradient of a weight is a convolution of images with it, if so many features are whole blocks
 # (`lowering.stages.code.block_convolutions`), and there are so many images or pieces of them.
@@ -67,7 +66,7 @@ def convolution_backward(
         return of_any_size(gradient, x, weight, bias_sizes, *places, output_mask)
     are_images = is_images(x, weight)
     if transposed or groups != 1 or not (are_images or (x.dim() == 3 and is_small(x, weight))):
-        return _UNCHANGED
+        return NotImplemented
     kinds = x.dtype, weight.dtype
     gradient, x, weight = widened(gradient), widened(x), widened(weight)
     window = Window.of(x.dim() - 2, weight.shape[2:], stride, padding, dilation)

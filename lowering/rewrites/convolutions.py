@@ -23,7 +23,6 @@ from lowering.rewrites.windows import MOST_PLACES, Window, to_first, to_last, wi
 from lowering.sizes import are_empty, are_known, is_static
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented
 # Up to here a window of an image is written out: ResNet-18 takes 0.57 of the time with 256 (16x16)
 # and with 800; at batch 8, 0.63 and 0.75.
 _SMALL_IMAGE = 256
@@ -71,19 +70,19 @@ def convolution(
         groups: 1, or C and F.
     """
     if transposed or not is_static(weight):
-        return _UNCHANGED
+        return NotImplemented
     window = Window.of(x.dim() - 2, weight.shape[2:], stride, padding, dilation)
     can_write = is_small(x, weight)
     last = x.permute(to_last(x.dim()))
-    y = _UNCHANGED
+    y: Any = NotImplemented
     is_known = are_known(last.shape[1:-1])
     if can_write and is_known and groups == x.shape[1] == weight.shape[0] and x.dim() < 5:
         y = _by_channel(last, weight, window)
     elif groups == 1 and ((can_write and x.dim() == 3) or is_images(x, weight)):
         y = _product(last, weight, window)
-        if y is _UNCHANGED and not are_known(last.shape[2:3]):
+        if y is NotImplemented and not are_known(last.shape[2:3]):
             y = _in_strips(widened(last), widened(weight), window)
-    if y is _UNCHANGED:
+    if y is NotImplemented:
         return y
     if bias is not None:
         y = y + bias.to(y.dtype)
@@ -122,7 +121,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, window: Window) -> Any:
         pieces = windows(x, window)
         seen = torch.cat(pieces, -1) if len(pieces) > 1 else pieces[0]
     else:
-        return _UNCHANGED
+        return NotImplemented
     return multiplied(seen, weight)
 
 

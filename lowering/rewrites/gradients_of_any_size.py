@@ -23,7 +23,6 @@ from lowering.rewrites.windows import Window, to_first, to_last
 from lowering.sizes import are_empty, are_known
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented
 MOST_PLACES_OF_GRADIENT = 64  # of a window, for the gradient of the weight
 # The places of a window that see an element of the input, and where in the gradient each does so.
 _Seeing = list[tuple[int, int]]
@@ -52,12 +51,12 @@ def of_any_size(
             %gb = sum(%g, [0, 2, 3])
     """
     if not x.dtype.is_floating_point or are_empty(gradient, x, weight):
-        return _UNCHANGED
+        return NotImplemented
     kinds = x.dtype, weight.dtype
     gradient, x, weight = widened(gradient), widened(x), widened(weight)
     window = Window.of(x.dim() - 2, weight.shape[2:], stride, padding, dilation)
     if not all(map(are_known, window)):
-        return _UNCHANGED
+        return NotImplemented
     is_little = math.prod(window.kernel) <= MOST_PLACES_OF_GRADIENT
     of_x = of_weight = of_bias = None
     if output_mask[1] and not is_little:
@@ -116,7 +115,7 @@ def _convolved(x: torch.Tensor, weight: torch.Tensor, window: Window, groups: in
     """Convolve in the best form that there is."""
     args = (x, weight, None, *window[1:], False, [0] * (x.dim() - 2), groups)
     y = convolution(*args)
-    found: torch.Tensor = aten.convolution.default(*args) if y is _UNCHANGED else y
+    found: torch.Tensor = aten.convolution.default(*args) if y is NotImplemented else y
     return found
 
 

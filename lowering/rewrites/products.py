@@ -15,7 +15,6 @@ from lowering.rewrites.rule import Arguments, Rule
 from lowering.sizes import are_empty, is_static
 
 aten = torch.ops.aten
-_UNCHANGED: Any = NotImplemented
 # What moves elements and computes nothing.
 _MOVES = frozenset(
     {
@@ -53,14 +52,14 @@ def mm(x: torch.Tensor, matrix: torch.Tensor, is_transposed: bool) -> Any:
     """
     is_widened = matrix.dtype == torch.int8 and x.dtype in HALVES
     if not (is_widened or x.dtype == torch.float32) or are_empty(x, matrix):
-        return _UNCHANGED
+        return NotImplemented
     if is_transposed and x.shape[0] == 1:
         y = torch.mv(matrix.to(torch.float32), x.view(-1).to(torch.float32)).unsqueeze(0)
     elif is_widened:
         factor = matrix.t() if is_transposed else matrix
         y = torch.mm(x.to(torch.float32), factor.to(torch.float32))
     else:
-        return _UNCHANGED
+        return NotImplemented
     return y.to(x.dtype)
 
 
