@@ -24,8 +24,8 @@ from once import folder_of_run, made_once
 from runtime_env import make_runtime_only_python
 
 COMPILING = frozenset({"device", "ir", "models", "offline", "runtime"})  # folders whose tests do
-MOST_CASES = 3  # of a test; of one with more, the first is run, and one in four of the others
-ONE_IN = 4
+MOST_CASES = 2  # of a test; of one with more, the first is run, and one in eight of the others
+ONE_IN = 8
 
 
 @pytest.hookimpl(tryfirst=True)  # before what is marked is left out

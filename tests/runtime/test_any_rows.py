@@ -99,6 +99,7 @@ def test_rows_that_lie_as_columns(
     assert counts["refused_flags"] == 0
 
 
+@pytest.mark.sweep
 def test_gradients_of_any_number_of_rows(counts: Counter[str]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 32))

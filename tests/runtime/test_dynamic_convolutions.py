@@ -111,6 +111,7 @@ def test_training_on_any_size(name: str, counts: Counter[str]) -> None:
     assert (counts["graphs"], counts["host_ops"], counts["refused_flags"]) == (2, 0, 0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("padding", [2, [1, 2]], ids=["alike", "each"])
 def test_more_padding_than_a_window_reaches(padding: int | list[int]) -> None:
     def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

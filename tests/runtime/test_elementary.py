@@ -76,6 +76,7 @@ def test_the_inverse_of_the_error_function(dtype: torch.dtype, counts: Counter[s
     assert (counts["regions"], counts["host_ops"]) == (1, 0)
 
 
+@pytest.mark.sweep
 def test_functions_of_doubles_that_the_cpu_back_end_has_not(counts: Counter[str]) -> None:
     def of_all(x: torch.Tensor) -> list[torch.Tensor]:
         return [torch.atan(x), torch.erf(x), torch.tanh(x)]

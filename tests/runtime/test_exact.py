@@ -294,6 +294,7 @@ def test_nothing_has_no_largest(op: Callable[..., Any], dtype: torch.dtype) -> N
         fast(torch.zeros(3, 0, dtype=dtype))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_products_of_three_and_their_gradients(dynamic: bool, counts: Counter[str]) -> None:
     model = torch.nn.Bilinear(3, 4, 5)

@@ -90,6 +90,7 @@ def test_images_are_saved_with_channels_last(count: int, counts: Counter[str]) -
     assert counts["host_ops"] == counts["refused_flags"] == 0
 
 
+@pytest.mark.sweep
 def test_sums_of_images_are_saved_as_they_are() -> None:
     class Sums(nn.Module):
         def __init__(self) -> None:
@@ -143,6 +144,7 @@ def test_what_the_host_reads_has_channels_first(counts: Counter[str]) -> None:
     assert counts["host_ops"] > 0
 
 
+@pytest.mark.sweep
 def test_a_target_without_channels_last_saves_what_pytorch_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

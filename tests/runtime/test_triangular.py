@@ -63,6 +63,7 @@ def test_gradients(counts: Counter[str]) -> None:
     assert counts["unsupported_ops"] == 0
 
 
+@pytest.mark.sweep
 def test_what_is_not_read_may_be_anything_and_what_is_lost_stays_behind() -> None:
     a, b = system(40)
     a = torch.where(torch.ones(40, 40).triu() > 0, torch.nan, a)  # the diagonal, too
