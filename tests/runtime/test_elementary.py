@@ -171,6 +171,7 @@ def test_sines_of_the_positions_of_a_long_text(dtype: torch.dtype, dynamic: bool
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6, equal_nan=True)
 
 
+@pytest.mark.sweep
 def test_whole_quotients_and_what_they_leave(counts: Counter[str]) -> None:
     def divided(x: torch.Tensor) -> list[torch.Tensor]:
         found = []

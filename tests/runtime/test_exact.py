@@ -150,6 +150,7 @@ def test_an_integer_made_of_a_fraction_is_zero() -> None:
         torch.compile(divided, backend="npu_iree")(WHOLE)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("window", [(2, 2), (3, 2, 1), (3, 2, 0, 2)])
 def test_maxima_of_windows_over_the_end_of_images_of_any_size(
     window: tuple[int, ...], counts: Counter[str]

@@ -38,6 +38,7 @@ def tokens(length: int) -> torch.Tensor:
     return torch.randint(64, (2, length), generator=torch.Generator().manual_seed(length))
 
 
+@pytest.mark.sweep
 def test_a_model_is_one_region_for_all_lengths(target: str, counts: Counter[str]) -> None:
     model = mixture().eval()
     options = {"target": target, "fallback": "error"}

@@ -354,6 +354,7 @@ def test_the_gradient_of_dropout_is_its_mask() -> None:
     assert abs(kept - 0.75) < 0.03
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_the_place_of_a_maximum_is_inside_the_image(counts: Counter[str], dynamic: bool) -> None:
     """Also of NaN, and where all is -inf, and padding beside it: the gradient is written there."""

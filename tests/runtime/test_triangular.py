@@ -54,6 +54,7 @@ def test_what_the_powers_of_a_matrix_would_not_solve(weight: float) -> None:
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-6 * float(exact.abs().max()))
 
 
+@pytest.mark.sweep
 def test_gradients(counts: Counter[str]) -> None:
     a, b = (x.requires_grad_() for x in system(20))
     wanted = torch.autograd.grad(solve(a, b).square().sum(), (a, b))
