@@ -49,6 +49,7 @@ def test_a_model_is_one_region_for_all_lengths(target: str, counts: Counter[str]
     assert (counts["graphs"], counts["regions"], counts["refused_flags"]) == (1, 1, 0)
 
 
+@pytest.mark.sweep
 def test_a_model_trains_on_the_device(counts: Counter[str]) -> None:
     model = mixture()
     other = copy.deepcopy(model)

@@ -77,6 +77,7 @@ def test_what_is_not_read_may_be_anything_and_what_is_lost_stays_behind() -> Non
     assert torch.equal(fast(a, b).isfinite(), solve(a, b).isfinite())
 
 
+@pytest.mark.sweep
 def test_any_number_of_systems(counts: Counter[str]) -> None:
     fast = torch.compile(solve, backend="npu_iree")
     for count in (2, 5):

@@ -313,6 +313,7 @@ def test_another_order_is_made_of_channels_last() -> None:
     torch.testing.assert_close(Dense(rewritten).run(x, weight), network(x, weight))
 
 
+@pytest.mark.sweep
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from(sorted(STEPS)), max_size=5), st.booleans(), st.data())
 def test_channels_last_in_any_order(steps: list[str], is_output: bool, data: st.DataObject) -> None:
