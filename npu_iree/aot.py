@@ -25,6 +25,7 @@ from npu_iree.empty_sizes import may_be_empty
 from npu_iree.errors import EagerOnlyError
 from npu_iree.options import Options
 from npu_iree.saved_images import save_channels_last
+from npu_iree.torch_device.current import is_on_npu
 
 _Compile = Callable[..., Any]
 # What AOTAutograd says of an argument such as `x.expand(3, 4)` that the graph writes to in part: it
@@ -47,7 +48,8 @@ def aot_backend(
         backward: compiles its backward graph.
         inference: compiles a graph without gradients.
 
-    The backend raises `EagerOnlyError` for a graph that AOTAutograd cannot trace.
+    The backend raises `EagerOnlyError` for a graph of tensors on other devices, and for one that
+    AOTAutograd cannot trace.
     """
     asked: dict[str, Any] = {
         "fw_compiler": forward,
@@ -63,6 +65,7 @@ def aot_backend(
 def _trace(
     options: Options, asked: dict[str, Any], graph_module: fx.GraphModule, inputs: Sequence[Any]
 ) -> Callable[..., Any]:
+    _check_devices(inputs)
     try:
         traced: Callable[..., Any] = trace(options, asked, graph_module, inputs)
     except RuntimeError as error:
@@ -70,6 +73,21 @@ def _trace(
             raise
         raise EagerOnlyError(f"it writes to an expanded tensor: {error}") from error
     return traced
+
+
+def _check_devices(inputs: Sequence[Any]) -> None:
+    """Refuse a graph of tensors that are neither on the CPU nor on "npu".
+
+    Raises:
+        EagerOnlyError: it is one; names their devices.
+    """
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    others = {str(t.device) for t in tensors if t.device.type != "cpu" and not is_on_npu(t)}
+    if others:
+        raise EagerOnlyError(
+            f"its inputs are on {', '.join(sorted(others))}, and npu_iree compiles for those on "
+            "the CPU or npu"
+        )
 
 
 class _Table(Mapping[OpOverload, Callable[..., Any]]):

@@ -64,7 +64,6 @@ def npu_iree(
     check_versions("torch", *compilers, "iree-base-runtime")
     source = _Source.of(graph_module, example_inputs, parsed)
     try:
-        check_devices(example_inputs)
         return _compiled(graph_module, source, parsed)
     except EagerOnlyError as error:
         if parsed.fallback == "error":
@@ -87,21 +86,6 @@ def _compiled(
     if runner is not None and needs_no_wrapper(runner.plan, graph_module, source.inputs):
         return runner
     return compiled if is_precompiling() else _guarded(compiled, graph_module, source, options)
-
-
-def check_devices(inputs: Sequence[Any]) -> None:
-    """Refuse a graph of tensors that are neither on the CPU nor on "npu".
-
-    Raises:
-        EagerOnlyError: it is one; names their devices.
-    """
-    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-    others = {str(t.device) for t in tensors if t.device.type != "cpu" and not is_on_npu(t)}
-    if others:
-        raise EagerOnlyError(
-            f"its inputs are on {', '.join(sorted(others))}, and npu_iree compiles for those on "
-            "the CPU or npu"
-        )
 
 
 def _guarded(

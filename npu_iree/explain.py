@@ -16,7 +16,7 @@ from lowering.plan import Gather, Plan, Put
 from lowering.region import Region
 from npu_iree.aot import aot_backend
 from npu_iree.aot_graph import AotGraph
-from npu_iree.backend import check_devices, input_names
+from npu_iree.backend import input_names
 from npu_iree.errors import EagerOnlyError
 from npu_iree.options import Options
 from npu_iree.targets import Target
@@ -145,7 +145,6 @@ def explain(
         )
         made = aot_backend(parsed, *compilers)
         try:
-            check_devices(inputs)
             compiled: Callable[..., Any] = made(graph_module, inputs)
         except EagerOnlyError as error:
             found.in_eager.append(str(error))

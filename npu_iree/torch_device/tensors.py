@@ -65,8 +65,10 @@ def _unset(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype 
     Source: `torch.utils.deterministic.fill_uninitialized_memory`, and the values that it names.
     """
     made = new_tensor(shape, strides, dtype or torch.get_default_dtype())
-    is_to_show = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    if is_to_show and torch.are_deterministic_algorithms_enabled():
+    if (
+        torch.are_deterministic_algorithms_enabled()
+        and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    ):
         if made.is_floating_point() or made.is_complex():
             made.fill_(math.nan)
         else:
