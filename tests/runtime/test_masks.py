@@ -166,7 +166,7 @@ def test_each_op_alone_may_be_masked(name: str) -> None:
 
 
 @settings(
-    deadline=None, max_examples=100, suppress_health_check=list(HealthCheck), derandomize=True
+    deadline=None, max_examples=300, suppress_health_check=list(HealthCheck), derandomize=True
 )
 @given(program=programs(), mask=masks)
 def test_every_plan_keeps_the_promises_of_plans(program: Program, mask: frozenset[str]) -> None:
