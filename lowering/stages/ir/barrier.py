@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowering.stages.ir.dispatch_work import walk
+from lowering.stages.ir.tensors import size_of
 
 _STAYS = "npu_iree.stays"
 
@@ -78,22 +79,3 @@ def drop_barriers(module: Any) -> None:
             for result, operand in zip(barrier.results, barrier.operands, strict=True):
                 result.replace_all_uses_with(operand)
             barrier.erase()
-
-
-def size_of(value: Any, dim: int) -> Any:
-    """Give the size of a tensor's dimension at the insertion point."""
-    from iree.compiler import ir
-
-    return ir.Operation.create(
-        "tensor.dim", results=[ir.IndexType.get()], operands=[value, index_of(dim)]
-    ).result
-
-
-def index_of(number: int) -> Any:
-    """Give a number as an index at the insertion point."""
-    from iree.compiler import ir
-
-    index = ir.IndexType.get()
-    return ir.Operation.create(
-        "arith.constant", results=[index], attributes={"value": ir.IntegerAttr.get(index, number)}
-    ).result

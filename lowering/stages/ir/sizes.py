@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lowering.stages.ir.device_programs import segments_of
-from lowering.stages.ir.dispatch_work import LOAD
+from lowering.stages.ir.dispatch_work import LOAD, sizes_of
 from lowering.stages.ir.structured import inputs_of
 from lowering.stages.ir.symbols import constant_of, maker_of
 from lowering.stages.ir.templates import put
@@ -88,8 +88,7 @@ def sizes_in(value: Any, given: Sequence[Any]) -> list[Size] | None:
     """
     from iree.compiler import ir
 
-    kind = value.type
-    known = [None if kind.is_dynamic_dim(d) else kind.shape[d] for d in range(kind.rank)]
+    known = sizes_of(value.type)
     if None not in known:
         return [Size(size) for size in known if size is not None]
     maker, op = maker_of(value), value.owner

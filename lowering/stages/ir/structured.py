@@ -34,10 +34,15 @@ def loops_of(indexing: Any) -> list[int | None]:
     return [d.position if isinstance(d, ir.AffineDimExpr) else None for d in indexing.results]
 
 
+def dim_of(op: Any) -> int:
+    """Return the dimension that a concatenation is along, or the loop that an index is of."""
+    return int(op.attributes["dim"].value)
+
+
 def loop_of_index(value: Any) -> int | None:
     """Return the loop in whose body a value is the index; None: it is none."""
     is_index = maker_of(value) == "linalg.index"
-    return int(value.owner.attributes["dim"].value) if is_index else None
+    return dim_of(value.owner) if is_index else None
 
 
 def is_tensor(value: Any) -> bool:

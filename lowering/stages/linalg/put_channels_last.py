@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from lowering.stages.ir.barrier import put_barriers
+from lowering.stages.ir.barrier import behind_barrier
+from lowering.stages.ir.dispatch_work import sizes_of
 from lowering.stages.ir.factors import is_weight
 from lowering.stages.ir.symbols import maker_of
-from lowering.stages.ir.templates import replace_by
+from lowering.stages.ir.templates import put, tensor
+from lowering.stages.ir.tensors import reordered
 
-# {..._empty} are the sizes that are not known, in the order of the new tensor.
 _CONVOLUTION = """
-func.func private @convolution(%x: {x}, %w: {w}, %y: {y}{more}) -> {y} {{
-  {sizes}
-  {x_made}
-  %w_empty = tensor.empty({w_empty}) : {w_last}
-  %w_last = linalg.transpose ins(%w : {w}) outs(%w_empty : {w_last}) permutation = {w_order}
-  %y_empty = tensor.empty({y_empty}) : {y_last}
-  %begin = linalg.transpose ins(%y : {y}) outs(%y_empty : {y_last}) permutation = [0, 2, 3, 1]
+func.func @convolution(%x: {x}, %w: {w}, %y: {y}) -> {y} {{
   %sums = {op} {{dilations = {dilations}, strides = {strides}}}
-      ins(%x_last, %w_last : {x_last}, {w_last}) outs(%begin : {y_last}) -> {y_last}
-  %empty = tensor.empty({y_sizes}) : {y}
-  %first = linalg.transpose ins(%sums : {y_last}) outs(%empty : {y}) permutation = [0, 3, 1, 2]
-  return %first : {y}
+      ins(%x, %w : {x}, {w}) outs(%y : {y}) -> {y}
+  return %sums : {y}
 }}
 """
-_MOVED = """
-  %x_empty = tensor.empty({x_empty}) : {x_last}
-  %x_last = linalg.transpose ins(%x : {x}) outs(%x_empty : {x_last}) permutation = [0, 2, 3, 1]
-"""
-# Of an image that has them last, and was padded with channels first.
-_PADDED = """
-  %x_last = tensor.pad %image low[{low}] high[{high}] {{
-  ^bb0(%n: index, %h: index, %w_: index, %c: index):
+_PAD = """
+func.func @pad(%image: {image}, %fill: {element}) -> {padded} {{
+  %padded = tensor.pad %image low[{low}] high[{high}] {{
+  ^bb0(%n: index, %h: index, %w: index, %c: index):
     tensor.yield %fill : {element}
-  }} : {image} to {x_last}
+  }} : {image} to {padded}
+  return %padded : {padded}
+}}
 """
+_TO_LAST, _TO_FIRST = [0, 2, 3, 1], [0, 3, 1, 2]
 # The op that has them last, and the order in which it reads the dimensions of its weight.
 _LAST = {
     "linalg.conv_2d_nchw_fchw": ("linalg.conv_2d_nhwc_hwcf", [2, 3, 1, 0]),
@@ -78,64 +68,49 @@ def _is_for_iree(op: Any) -> bool:
 def _put_channels_last(op: Any) -> None:
     from iree.compiler import ir
 
-    text = {name: op.attributes[name] for name in ("dilations", "strides")}
-    text["op"], text["w_order"] = _LAST[op.operation.name]
-    orders = {"x": [0, 2, 3, 1], "w": text["w_order"], "y": [0, 2, 3, 1]}
-    sizes = list[str]()
-    for (name, order), operand in zip(orders.items(), op.operands, strict=True):
-        kind = ir.RankedTensorType(operand.type)
-        unknown = [d for d in range(kind.rank) if kind.is_dynamic_dim(d)]
-        for d in unknown:
-            sizes.append(f"%{name}_{d} = arith.constant {d} : index")
-            sizes.append(f"%{name}{d} = tensor.dim %{name}, %{name}_{d} : {kind}")
-        last = _reordered(kind, order)
-        text[name], text[f"{name}_last"] = kind, last
-        text[f"{name}_sizes"] = ", ".join(f"%{name}{d}" for d in unknown)
-        text[f"{name}_empty"] = ", ".join(f"%{name}{d}" for d in order if d in unknown)
-    pad, arguments = _pad_of(op.operands[0]), list(op.operands)
-    text["more"], text["x_made"] = "", _MOVED.format(**text)
-    if pad is not None:
-        text["more"] = f", %image: {pad.image.type}, %fill: {pad.fill.type}"
-        text["x_made"] = _PADDED.format(
-            low=pad.low, high=pad.high, image=pad.image.type, element=pad.fill.type, **text
+    image, weight, start = op.operands
+    name, order = _LAST[op.operation.name]
+    with ir.InsertionPoint(op), op.operation.location:
+        padded = _padded(image)
+        x = behind_barrier(reordered(image, _TO_LAST) if padded is None else padded)
+        w = reordered(weight, order)
+        if not is_weight(weight):
+            w = behind_barrier(w)
+        y = reordered(start, _TO_LAST)
+        text = _CONVOLUTION.format(
+            op=name,
+            **{name: op.attributes[name] for name in ("dilations", "strides")},
+            **{name: value.type for name, value in (("x", x), ("w", w), ("y", y))},
         )
-        arguments += [pad.image, pad.fill]
-    apart = [0] if is_weight(op.operands[1]) else [0, 1]
-    first = replace_by(op, _CONVOLUTION.format(sizes="\n  ".join(sizes), **text), arguments)
-    put_barriers(first.owner.operands[0].owner, apart)
+        (sums,) = put(text, [x, w, y])
+        op.operation.results[0].replace_all_uses_with(reordered(sums, _TO_FIRST))
+    op.operation.erase()
 
 
-@dataclass(frozen=True)
-class _Pad:
-    """What an image with channels last is padded with."""
-
-    image: Any
-    fill: Any
-    low: str
-    high: str
-
-
-def _pad_of(value: Any) -> _Pad | None:
-    """Return how a value was padded that had its channels put first for that; else None."""
+def _padded(value: Any) -> Any:
+    """Pad an image with channels last, if it was, and its channels put first for that; or None."""
     if maker_of(value) != "tensor.pad":
         return None
     pad = value.owner
-    image, *amounts = pad.operands
-    if amounts or maker_of(image) != "linalg.transpose":
+    first, *amounts = pad.operands
+    if amounts or maker_of(first) != "linalg.transpose":
         return None
-    if list(image.owner.attributes["permutation"]) != [0, 3, 1, 2]:
+    if list(first.owner.attributes["permutation"]) != _TO_FIRST:
         return None
     (block,) = pad.regions[0].blocks
     ending, *others = block.operations
     if others or ending.operands[0] in block.arguments:
         return None
     low, high = (
-        ", ".join(str(pad.attributes[name][d]) for d in (0, 2, 3, 1))
-        for name in ("static_low", "static_high")
+        [pad.attributes[name][d] for d in _TO_LAST] for name in ("static_low", "static_high")
     )
-    return _Pad(image.owner.operands[0], ending.operands[0], low, high)
-
-
-def _reordered(kind: Any, order: Sequence[int]) -> str:
-    sizes = ["?" if kind.is_dynamic_dim(d) else str(kind.shape[d]) for d in order]
-    return f"tensor<{'x'.join(sizes)}x{kind.element_type}>"
+    image, (fill,), sizes = first.owner.operands[0], ending.operands, sizes_of(value.type)
+    text = _PAD.format(
+        image=image.type,
+        element=fill.type,
+        padded=tensor([sizes[d] for d in _TO_LAST], str(fill.type)),
+        low=", ".join(map(str, low)),
+        high=", ".join(map(str, high)),
+    )
+    (padded,) = put(text, [image, fill])
+    return padded

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from lowering.stages.ir.barrier import index_of, size_of
-from lowering.stages.ir.structured import is_of_nothing
+from lowering.stages.ir.dispatch_work import sizes_of
+from lowering.stages.ir.structured import dim_of, is_of_nothing
 from lowering.stages.ir.symbols import maker_of, origin_of
+from lowering.stages.ir.tensors import index_of, size_of
 
 
 def separate_concats(function: Any) -> None:
@@ -49,24 +50,14 @@ def _what(piece: Any) -> Any:
 
 def _is_of_whole_parts(op: Any) -> bool:
     """Say whether each piece is in one part of the result's memory, as far as is known."""
-    from iree.compiler import ir
-
-    kind = ir.RankedTensorType(op.results[0].type)
-    dims = range(_dim_of(op))
-    return all(not kind.is_dynamic_dim(d) and kind.get_dim_size(d) == 1 for d in dims)
-
-
-def _dim_of(op: Any) -> int:
-    from iree.compiler import ir
-
-    return int(ir.IntegerAttr(op.attributes["dim"]).value)
+    return all(size == 1 for size in sizes_of(op.results[0].type)[: dim_of(op)])
 
 
 def _write_from(op: Any, start: int) -> None:
     """Replace a concatenation by updates of its result, from this piece on and round."""
     from iree.compiler import ir
 
-    kind, dim, pieces = op.results[0].type, _dim_of(op), list(op.operands)
+    kind, dim, pieces = op.results[0].type, dim_of(op), list(op.operands)
     with op.location, ir.InsertionPoint(op):
         sizes = [_sizes(piece) for piece in pieces]
         offsets: list[Any] = [0]
@@ -105,13 +96,8 @@ def _updated(whole: Any, piece: Any, offsets: list[Any], sizes: list[Any]) -> An
 
 def _sizes(piece: Any) -> list[Any]:
     """Give the sizes of a tensor at the insertion point: numbers, or values."""
-    from iree.compiler import ir
-
-    kind = ir.RankedTensorType(piece.type)
-    return [
-        size_of(piece, d) if kind.is_dynamic_dim(d) else kind.get_dim_size(d)
-        for d in range(kind.rank)
-    ]
+    known = enumerate(sizes_of(piece.type))
+    return [size_of(piece, d) if size is None else size for d, size in known]
 
 
 def _sum(a: Any, b: Any) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lowering.stages.ir.barrier import behind_barrier
+from lowering.stages.ir.dispatch_work import sizes_of
+from lowering.stages.ir.structured import dim_of
 
 
 def separate_pieces(function: Any) -> None:
@@ -27,9 +29,7 @@ def separate_pieces(function: Any) -> None:
     for op in ops:
         if op.operation.name != "tensor.concat":
             continue
-        dim = ir.IntegerAttr(op.attributes["dim"]).value
         with ir.InsertionPoint(op):
             for i, piece in enumerate(list(op.operands)):
-                kind = ir.RankedTensorType(piece.type)
-                if not kind.is_dynamic_dim(dim) and kind.get_dim_size(dim) == 1:
+                if sizes_of(piece.type)[dim_of(op)] == 1:
                     op.operation.operands[i] = behind_barrier(piece, stays=has_updates)

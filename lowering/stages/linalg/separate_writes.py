@@ -4,27 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowering.stages.ir.barrier import behind_barrier, size_of
+from lowering.stages.ir.barrier import behind_barrier
 from lowering.stages.ir.structured import VIEWS, inputs_of, is_elementwise, is_of_nothing, is_tensor
-from lowering.stages.ir.templates import put
+from lowering.stages.ir.tensors import computed
 from lowering.stages.linalg.keep_arguments import only_reads
 
 # Each number goes through bits that the compiler does not know to be zeros: a copy that stays.
-_COPY = """
-func.func @copy(%x: {tensor}, %zeros: {bits}{sizes}) -> {tensor} {{
-  %empty = tensor.empty({dims}) : {tensor}
-  %all = linalg.generic {{indexing_maps = [{map}, {none}, {map}], iterator_types = [{kinds}]}}
-      ins(%x, %zeros : {tensor}, {bits}) outs(%empty : {tensor}) {{
-  ^bb0(%in: {element}, %zero: {bits}, %out: {element}):
-    {mix}
-    linalg.yield %y : {element}
-  }} -> {tensor}
-  return %all : {tensor}
-}}
-"""
-_MIX_INTEGERS = "%y = arith.xori %in, %zero : {bits}"
+_MIX_INTEGERS = "%y = arith.xori %x, %zero : {bits}"
 _MIX_FLOATS = """
-    %0 = arith.bitcast %in : {element} to {bits}
+    %0 = arith.bitcast %x : {element} to {bits}
     %1 = arith.xori %0, %zero : {bits}
     %y = arith.bitcast %1 : {bits} to {element}
 """
@@ -117,21 +105,7 @@ def _copied(value: Any) -> Any:
     zero = ir.Operation.create(
         "arith.constant", results=[bits], attributes={"value": ir.IntegerAttr.get(bits, 0)}
     )
-    dims = [d for d in range(kind.rank) if kind.is_dynamic_dim(d)]
-    loops = ", ".join(f"d{d}" for d in range(kind.rank))
-    names = [f"%n{d}" for d in dims]
     mix = _MIX_INTEGERS if element == bits else _MIX_FLOATS
-    text = _COPY.format(
-        tensor=kind,
-        element=element,
-        bits=bits,
-        mix=mix.format(element=element, bits=bits),
-        sizes="".join(f", {name}: index" for name in names),
-        dims=", ".join(names),
-        map=f"affine_map<({loops}) -> ({loops})>",
-        none=f"affine_map<({loops}) -> ()>",
-        kinds=", ".join(['"parallel"'] * kind.rank),
-    )
     zeros = behind_barrier(zero.result, stays=True)
-    (copy,) = put(text, [value, zeros, *[size_of(value, d) for d in dims]])
-    return behind_barrier(copy)
+    body = mix.format(element=element, bits=bits)
+    return behind_barrier(computed(value, str(element), body, zero=zeros))

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from lowering.stages.ir.barrier import size_of
-from lowering.stages.ir.dispatch_work import sizes_of
 from lowering.stages.ir.factors import is_plain
 from lowering.stages.ir.symbols import maker_of
-from lowering.stages.ir.templates import put, tensor
+from lowering.stages.ir.tensors import reordered
 
 _PRODUCT, _COLLAPSE, _TRANSPOSE = "linalg.batch_matmul", "tensor.collapse_shape", "linalg.transpose"
-_TRANSPOSED = """
-func.func @transposed(%x: {x}{sizes}) -> {y} {{
-  %empty = tensor.empty({unknown}) : {y}
-  %y = linalg.transpose ins(%x : {x}) outs(%empty : {y}) permutation = {order}
-  return %y : {y}
-}}
-"""
 
 
 def transpose_last(function: Any) -> None:
@@ -54,23 +44,8 @@ def _turn_factor(product: Any) -> None:
     first, *matrix = kind.shape
     rows = ir.RankedTensorType.get([first, *reversed(matrix)], kind.element_type)
     with ir.InsertionPoint(product), keys.location:
-        moved = _transposed(keys.operands[0], [*order[:-2], order[-1], order[-2]])
+        moved = reordered(keys.operands[0], [*order[:-2], order[-1], order[-2]])
         merged = ir.Operation.create(
             _COLLAPSE, results=[rows], operands=[moved], attributes={"reassociation": groups}
         )
-        product.operands[1] = _transposed(merged.result, [0, 2, 1])
-
-
-def _transposed(value: Any, order: Sequence[int]) -> Any:
-    """Transpose a tensor, at the insertion point."""
-    sizes, dtype = sizes_of(value.type), str(value.type.element_type)
-    unknown = [d for d in order if sizes[d] is None]
-    text = _TRANSPOSED.format(
-        x=value.type,
-        sizes="".join(f", %s{d}: index" for d in unknown),
-        y=tensor([sizes[d] for d in order], dtype),
-        unknown=", ".join(f"%s{d}" for d in unknown),
-        order=list(order),
-    )
-    (result,) = put(text, [value, *(size_of(value, d) for d in unknown)])
-    return result
+        product.operands[1] = reordered(merged.result, [0, 2, 1])

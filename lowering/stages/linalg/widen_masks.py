@@ -8,23 +8,10 @@ from typing import Any
 from lowering.stages.ir.barrier import behind_barrier
 from lowering.stages.ir.structured import PRODUCTS, RESHAPES, inputs_of, is_elementwise, is_tensor
 from lowering.stages.ir.symbols import maker_of
-from lowering.stages.ir.templates import put
+from lowering.stages.ir.tensors import computed
 
-_CAST = """
-func.func private @cast(%x: {before}) -> {after} {{
-  {sizes}
-  %empty = tensor.empty({dims}) : {after}
-  %y = linalg.generic {{indexing_maps = [{map}, {map}], iterator_types = [{loops}]}}
-      ins(%x : {before}) outs(%empty : {after}) {{
-  ^bb0(%in: {read}, %out: {made}):
-    {body}
-    linalg.yield %cast : {made}
-  }} -> {after}
-  return %y : {after}
-}}
-"""
-_TO_BYTE = "%cast = arith.extui %in : i1 to i8"
-_FROM_BYTE = "%none = arith.constant 0 : i8\n%cast = arith.cmpi ne, %in, %none : i8"
+_TO_BYTE = "%y = arith.extui %x : i1 to i8"
+_FROM_BYTE = "%none = arith.constant 0 : i8\n%y = arith.cmpi ne, %x, %none : i8"
 
 
 def widen_masks(function: Any) -> None:
@@ -76,29 +63,6 @@ def _widen(reader: Any, place: int, bytes_of: dict[Any, Any]) -> None:
     if mask not in bytes_of:
         behind = ir.InsertionPoint.after if maker_of(mask) else ir.InsertionPoint.at_block_begin
         with behind(mask.owner), reader.location:
-            bytes_of[mask] = behind_barrier(_cast(mask, "i8", _TO_BYTE))
+            bytes_of[mask] = behind_barrier(computed(mask, "i8", _TO_BYTE))
     with ir.InsertionPoint(reader), reader.location:
-        reader.operands[place] = _cast(bytes_of[mask], "i1", _FROM_BYTE)
-
-
-def _cast(value: Any, made: str, body: str) -> Any:
-    from iree.compiler import ir
-
-    kind = ir.RankedTensorType(value.type)
-    read = str(kind.element_type)
-    loops = ", ".join(f"d{i}" for i in range(kind.rank))
-    dynamic = [d for d in range(kind.rank) if kind.is_dynamic_dim(d)]
-    size = "%c{d} = arith.constant {d} : index\n  %n{d} = tensor.dim %x, %c{d} : {kind}"
-    text = _CAST.format(
-        before=kind,
-        after=str(kind).replace(f"x{read}>", f"x{made}>"),
-        read=read,
-        made=made,
-        body=body,
-        map=f"affine_map<({loops}) -> ({loops})>",
-        loops=", ".join(['"parallel"'] * kind.rank),
-        sizes="\n  ".join(size.format(d=d, kind=kind) for d in dynamic),
-        dims=", ".join(f"%n{d}" for d in dynamic),
-    )
-    (result,) = put(text, [value])
-    return result
+        reader.operands[place] = computed(bytes_of[mask], "i1", _FROM_BYTE)
