@@ -93,6 +93,8 @@ def compile_program(
         StageError: a stage failed, with every flag set where it is one of IREE's.
         WorkerStartError: the service has no workers.
     """
+    if toolchain.service is not None:
+        toolchain.service.start_ahead()
     graphs = rewritten(program, target)
     if dump is not None:
         text = "\n".join(map(_readable, graphs.values()))

@@ -81,6 +81,12 @@ class CompileService:
             worker.disown()
         self._begin()
 
+    def start_ahead(self) -> None:
+        """Start a first worker: it imports the compilers while its request is still made up."""
+        if not self._all:
+            with contextlib.suppress(WorkerStartError), self._worker():  # the request will tell
+                pass
+
     def run(
         self,
         stage: str,

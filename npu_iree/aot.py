@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,10 @@ from torch import fx
 from torch._functorch._aot_autograd.schemas import MutationType
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext
-from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lowering.decompositions import decomposition_table
 from lowering.plan import Plan
 from lowering.sizes import size_hint
 from lowering.target import CompileTarget
@@ -34,7 +32,12 @@ _SHARED_MEMORY = "refers to a single memory location"
 
 
 def aot_backend(
-    options: Options, forward: _Compile, backward: _Compile, inference: _Compile
+    options: Options,
+    forward: _Compile,
+    backward: _Compile,
+    inference: _Compile,
+    *,
+    when_new: Callable[[], object] = lambda: None,
 ) -> Callable[..., Any]:
     """Return a backend of Dynamo's that hands functional graphs to three compilers.
 
@@ -47,6 +50,7 @@ def aot_backend(
         forward: compiles the forward graph of training.
         backward: compiles its backward graph.
         inference: compiles a graph without gradients.
+        when_new: called before a graph is traced that would have been kept, had it been before.
 
     The backend raises `EagerOnlyError` for a graph of tensors on other devices, and for one that
     AOTAutograd cannot trace.
@@ -55,19 +59,22 @@ def aot_backend(
         "fw_compiler": forward,
         "bw_compiler": backward,
         "inference_compiler": inference,
-        "decompositions": _Table(options.whole_ops, options.decompositions, options.rng),
         "partition_fn": functools.partial(_partition, options.target_value.compile),
         "keep_inference_input_mutations": True,
     }
-    return functools.partial(_trace, options, asked)
+    return functools.partial(_trace, options, asked, when_new)
 
 
 def _trace(
-    options: Options, asked: dict[str, Any], graph_module: fx.GraphModule, inputs: Sequence[Any]
+    options: Options,
+    asked: dict[str, Any],
+    when_new: Callable[[], object],
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
 ) -> Callable[..., Any]:
     _check_devices(inputs)
     try:
-        traced: Callable[..., Any] = trace(options, asked, graph_module, inputs)
+        traced: Callable[..., Any] = trace(options, asked, when_new, graph_module, inputs)
     except RuntimeError as error:
         if _SHARED_MEMORY not in str(error):
             raise
@@ -88,29 +95,6 @@ def _check_devices(inputs: Sequence[Any]) -> None:
             f"its inputs are on {', '.join(sorted(others))}, and npu_iree compiles for those on "
             "the CPU or npu"
         )
-
-
-class _Table(Mapping[OpOverload, Callable[..., Any]]):
-    """The table to decompose with, made when something is traced, which takes a tenth of a second.
-
-    Its arguments are those of `decomposition_table`.
-    """
-
-    def __init__(self, *args: Any) -> None:
-        self._args = args
-
-    @functools.cached_property
-    def _table(self) -> Mapping[OpOverload, Callable[..., Any]]:
-        return decomposition_table(*self._args)
-
-    def __getitem__(self, op: OpOverload) -> Callable[..., Any]:
-        return self._table[op]
-
-    def __iter__(self) -> Iterator[OpOverload]:
-        return iter(self._table)
-
-    def __len__(self) -> int:
-        return len(self._table)
 
 
 def metadata() -> Any:

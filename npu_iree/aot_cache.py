@@ -39,6 +39,7 @@ from torch._library.utils import is_builtin
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
+from lowering.decompositions import decomposition_table
 from lowering.digest import text_digest
 from lowering.key import compiler_build
 from npu_iree.graph_bytes import graph_bytes, graph_from_bytes
@@ -125,9 +126,37 @@ class TracedGraph(OutputCode):
 _FOUND: ContextVar[list[TracedGraph]] = ContextVar("found")
 
 
+class _Table(Mapping[OpOverload, Callable[..., Any]]):
+    """The table to decompose with, made when something is traced, which takes a tenth of a second.
+
+    Args:
+        options: of the `torch.compile` call.
+        before: called before it is made.
+    """
+
+    def __init__(self, options: Options, before: Callable[[], object] = lambda: None) -> None:
+        self._options, self._before = options, before
+
+    @functools.cached_property
+    def _table(self) -> Mapping[OpOverload, Callable[..., Any]]:
+        self._before()
+        options = self._options
+        return decomposition_table(options.whole_ops, options.decompositions, options.rng)
+
+    def __getitem__(self, op: OpOverload) -> Callable[..., Any]:
+        return self._table[op]
+
+    def __iter__(self) -> Iterator[OpOverload]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+
 def trace(
     options: Options,
     asked: Mapping[str, Any],
+    when_new: Callable[[], object],
     graph_module: fx.GraphModule,
     inputs: Sequence[Any],
 ) -> Any:
@@ -136,12 +165,13 @@ def trace(
     Args:
         options: of the `torch.compile` call.
         asked: what AOTAutograd is asked for, with its compilers.
+        when_new: called before a graph is traced that would have been kept, had it been before.
         graph_module: Dynamo's graph.
         inputs: its inputs.
     """
     guards = _count_guards()
     if guards is None or not _can_be_kept(options, graph_module, inputs):
-        return aot_autograd(**asked)(graph_module, inputs)
+        return aot_autograd(**asked, decompositions=_Table(options))(graph_module, inputs)
     found = list[TracedGraph]()
     forward, backward, inference = (asked[name] for name in _COMPILERS)
 
@@ -165,7 +195,9 @@ def trace(
     token = _FOUND.set(found)
     try:
         with _pytorchs_key(options, graph_module, inputs), _old_objects_at_rest():
-            compiled = aot_autograd(**{**asked, **kept})(graph_module, inputs)
+            compiled = aot_autograd(**{**asked, **kept}, decompositions=_Table(options, when_new))(
+                graph_module, inputs
+            )
             if len(found) == 1:
                 found[0].compile(inference)
             elif found:

@@ -29,6 +29,7 @@ from npu_iree.shared_graph import SharedGraph
 from npu_iree.torch_device import graphs
 from npu_iree.torch_device.current import is_on_npu
 from npu_iree.versions import check_versions
+from npu_iree.workers import compile_service
 
 log = logging.getLogger(__name__)
 
@@ -80,12 +81,20 @@ def _compiled(
     """Compile a graph, and return what Dynamo calls."""
     compile_aot = functools.partial(_compile_aot, options, source)
     kinds = ("forward", "backward", "inference")
-    backend = aot_backend(options, *(functools.partial(compile_aot, kind=kind) for kind in kinds))
+    compilers = (functools.partial(compile_aot, kind=kind) for kind in kinds)
+    when_new = functools.partial(_start_worker, options)
+    backend = aot_backend(options, *compilers, when_new=when_new)
     compiled: Callable[..., Any] = backend(graph_module, list(source.inputs))
     runner = source.inferred[-1] if source.inferred else None
     if runner is not None and needs_no_wrapper(runner.plan, graph_module, source.inputs):
         return runner
     return compiled if is_precompiling() else _guarded(compiled, graph_module, source, options)
+
+
+def _start_worker(options: Options) -> None:
+    """Have what will compile a new graph come up while that is traced."""
+    if options.compile == "if_missing" and options.bundle is None:
+        compile_service().start_ahead()
 
 
 def _guarded(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 from functools import cache, cached_property
 from typing import Any
@@ -26,6 +27,26 @@ _GLOBAL_FLAGS = (
     # Where vectors do not divide a row, the rest is a loop of its own. By default it is masked, and
     # the whole loop with it: softmax of rows of 1500 floats takes 37 times as long, argmax 20.
     "--iree-llvmcpu-vector-pproc-strategy=peel",
+)
+# Whose ops are read and written from Python, which imports them at the first one else.
+_DIALECTS = (
+    "arith",
+    "builtin",
+    "complex",
+    "flow",
+    "func",
+    "hal",
+    "iree_codegen",
+    "iree_tensor_ext",
+    "linalg",
+    "llvm",
+    "math",
+    "memref",
+    "scf",
+    "stream",
+    "tensor",
+    "util",
+    "vector",
 )
 
 
@@ -121,4 +142,6 @@ def load_iree() -> None:
     import iree.compiler.ir  # noqa: F401
     from iree.compiler.api import ctypes_dl
 
+    for dialect in _DIALECTS:
+        importlib.import_module(f"iree.compiler.dialects.{dialect}")
     ctypes_dl._initializeGlobalCL("lowering", *global_flags())

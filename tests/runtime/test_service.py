@@ -33,7 +33,7 @@ from lowering.errors import CancelledError, StageError, WorkerStartError
 from lowering.service import CompileService, Limits
 from lowering.stages import CompileOptions
 from lowering.worker import _LENGTHS
-from npu_iree import toolchain
+from npu_iree import aot_cache, toolchain
 from programs import cases
 from programs.cases import is_right
 from programs.launch import finish, processes_with, release, run, start, start_together, wait_until
@@ -102,7 +102,10 @@ def test_processes_that_fail_at_once_end_well_and_the_next_does_not_ask(tmp_path
     assert again["right"]
     assert (again["counts"]["denials"], again["counts"]["host_ops"]) == (1, 1)
     assert not {"compiles", "healed_ops", "cache_misses"} & again["counts"].keys()
-    assert (again["started"], again["compilers"], again["warnings"]) == (0, [], [])
+    assert (again["started"], again["compilers"]) == (0, [])
+    (warning,) = again["warnings"]
+    assert "has refused ops before" in warning
+    assert OP in warning
 
 
 def test_fallback_error_raises_how_the_stage_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +181,33 @@ def test_a_worker_serves_many_requests(service: CompileService) -> None:
         service.run("torch-to-linalg", "nonsense", CompileOptions(), Limits())
     assert b"linalg" in lower(service)
     assert service.started == 1
+
+
+def test_a_worker_that_is_started_ahead_serves_the_first_request(service: CompileService) -> None:
+    service.start_ahead()
+    service.start_ahead()
+    assert b"linalg" in lower(service)
+    assert service.started == 1
+
+
+def test_a_worker_comes_up_while_a_new_graph_is_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPU_IREE_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    traced, table = list[set[int]](), aot_cache.decomposition_table
+
+    def recorded(*args: Any) -> Any:
+        traced.append(worker_pids())
+        return table(*args)
+
+    monkeypatch.setattr(aot_cache, "decomposition_table", recorded)
+    for _ in range(2):  # the second time, all is in the caches
+        toolchain.compile_service().close()
+        torch._dynamo.reset()
+        assert is_right("f32")
+    assert [len(pids) for pids in traced] == [1]
+    assert worker_pids() == set()
 
 
 @pytest.mark.parametrize("kind", ["abort", "segv", "kill"])
