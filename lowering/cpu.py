@@ -39,7 +39,8 @@ _LINUX_NAMES = {
 # What CPUs of a level have for certain, of what is asked for here, by LLVM's names.
 # Source: the x86-64 psABI, "Micro-Architecture Levels".
 _LEVELS = {f"x86-64-v{level}": frozenset({"avx2", "fma"}) for level in (3, 4)}
-_CPU_FLAG = "--iree-llvmcpu-target-cpu="
+CPU_FLAG = "--iree-llvmcpu-target-cpu="
+THIS_CPU = f"{CPU_FLAG}host"
 _T = TypeVar("_T")
 _TARGET = re.compile(
     r'#hal\.executable\.target<"llvm-cpu", "embedded-elf-(?P<arch>\w+)"[^>]*?'
@@ -89,7 +90,7 @@ _COMPILED_FOR = contextvars.ContextVar("compiled_for", default="host")
 @contextlib.contextmanager
 def compiling_for(flags: Iterable[str]) -> Iterator[None]:
     """Compile for the CPU that flags of `iree-compile` name; `known_to_have` tells of it."""
-    named = [flag.removeprefix(_CPU_FLAG) for flag in flags if flag.startswith(_CPU_FLAG)]
+    named = [flag.removeprefix(CPU_FLAG) for flag in flags if flag.startswith(CPU_FLAG)]
     token = _COMPILED_FOR.set(named[-1] if named else "")
     try:
         yield

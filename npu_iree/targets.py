@@ -9,6 +9,7 @@ from functools import cache
 from importlib import metadata
 from typing import Any, Literal
 
+from lowering.cpu import THIS_CPU
 from lowering.rewrites import FORMS, RULES
 from lowering.suggest import suggested
 from lowering.target import Candidate, Choice, CompileTarget
@@ -31,7 +32,7 @@ _STACK = 65536
 _LLVM_CPU = (
     *ABI_FLAGS,
     "--iree-hal-target-backends=llvm-cpu",
-    "--iree-llvmcpu-target-cpu=host",
+    THIS_CPU,
     f"--iree-llvmcpu-stack-allocation-limit={_STACK}",
 )
 

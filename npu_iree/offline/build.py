@@ -15,6 +15,7 @@ from torch.export import ExportedProgram
 
 from lowering.cache import write_atomically
 from lowering.compiler import Compiler
+from lowering.cpu import CPU_FLAG, THIS_CPU
 from lowering.errors import ArtifactError, ExportError
 from lowering.manifest import Manifest
 from lowering.offline import OfflineProgram, capture_exports, check_exports, compile_exports
@@ -29,7 +30,6 @@ from npu_iree.toolchain import compiler_for
 from npu_iree.versions import check_versions
 
 ParameterStore = Literal["irpa", "safetensors", "embed"]
-_HOST_CPU = "--iree-llvmcpu-target-cpu=host"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +64,10 @@ class BuildOptions:
         if self.tune != "off":
             raise OptionError("tuning measures code for this machine's CPU: --tune has no --cpu")
         target = compiler.builder.target
-        if not any(_HOST_CPU in flags for flags in target.flag_sets):
+        if not any(THIS_CPU in flags for flags in target.flag_sets):
             raise OptionError(f"{self.target} is no target of CPU code, so it has no --cpu")
-        wanted = _HOST_CPU.replace("host", self.cpu)
-        builder = replace(compiler.builder, target=target.replacing(_HOST_CPU, wanted))
+        other = target.replacing(THIS_CPU, f"{CPU_FLAG}{self.cpu}")
+        builder = replace(compiler.builder, target=other)
         return replace(compiler, builder=builder)
 
     def check(self) -> None:

@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
-from cpus import WIDE, target_for
+from cpus import WIDE, WIDE_CPU, target_for
 from lowering import pipeline
 from lowering.abi import (
     LEND,
@@ -470,7 +470,7 @@ def test_a_convolution_reads_channels_last_whatever_its_weight_is(
 ) -> None:
     """A weight that is a parameter is transposed at load; another, by a program of its own."""
     tensors, window = (torch.zeros(2, 8, 20, 28), torch.zeros(32, 8, 3, 3)), {"padding": 1}
-    with convolution(lowered, "x86-64-v4", *tensors, window, weights) as (_, module):
+    with convolution(lowered, WIDE_CPU, *tensors, window, weights) as (_, module):
         text = str(module)
     assert count(r"ins\(%\w+, %\w+ : tensor<2x22x30x8xf32>, tensor<3x3x8x32xf32>\)", text) == 1
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lowering.cpu import missing_features
+from lowering.cpu import CPU_FLAG, missing_features
 from tolerances import assert_same
 
 ROWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -88,11 +88,10 @@ def test_products_in_panels(
     def products(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
         return [(x @ w.mT).relu() + 1, x @ v, (x + x) @ v.mT.contiguous().mT]
 
-    flag = "--iree-llvmcpu-target-cpu="
     compiled = torch.compile(
         products,
         backend="npu_iree",
-        options={"fallback": "error", "flags": [flag + cpu]},
+        options={"fallback": "error", "flags": [CPU_FLAG + cpu]},
     )
     assert_same(compiled(x, w, start), products(x, w, start))
 
