@@ -183,6 +183,12 @@ def test_a_bad_option_of_a_source_is_told(
     assert reason in done.err
 
 
+def test_the_sizes_of_an_exported_program_stay(command: Command, tmp_path: Path) -> None:
+    done = command("compile", "net.pt2", "-o", tmp_path / "x.vmfb", "--dynamic", "x:0")
+    assert done.code == 2
+    assert "net.pt2 is exported already" in done.err
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
