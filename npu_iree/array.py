@@ -24,7 +24,8 @@ class DeviceArray:
         ready: the point in time at which the bytes exist.
     """
 
-    __slots__ = ("__weakref__", "_view", "device", "dtype", "ready", "shape")
+    __slots__ = ("__weakref__", "_of", "_view", "device", "dtype", "ready", "shape")
+    _of: DeviceArray  # of the same bytes under another shape: who is counted for them
 
     def __init__(
         self,

@@ -200,15 +200,16 @@ class DiscreteMemory:
         return [view for view, _ in pairs], [point for _, point in pairs]
 
     def _fetch(self, view: Any, ready: Timepoint) -> tuple[Any, Timepoint]:
-        nbytes = view.byte_length
-        if nbytes == 0:
+        if view.byte_length == 0:
             return view, ready
+        source = view.get_buffer()
+        nbytes = source.byte_length()  # more than the view's, if that is the beginning of others
         self.count.d2h += 1
         self.count.d2h_bytes += nbytes
         staging = self._staging(nbytes)
         fence, ahead = joined([ready])
         signal = new_fence(self._device)
-        self._device.queue_copy(view.get_buffer(), staging, fence, signal)
+        self._device.queue_copy(source, staging, fence, signal)
         host_view = hal.HalBufferView(staging, view.shape, int(view.element_type))
         return host_view, submitted(Timepoint(signal, Work("get"), ahead))
 

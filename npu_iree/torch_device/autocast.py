@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -79,6 +79,20 @@ FULL = (
     "sum.dim_IntList",
     "tan",
 )
+# What takes tensors of one dtype alone gets them in the widest of its own.
+WIDEST = (
+    "addcdiv",
+    "addcmul",
+    "atan2",
+    "bilinear",
+    "cross",
+    "dot",
+    "grid_sampler",
+    "index_put",
+    "scatter_add",
+    "tensordot",
+    "vdot",
+)
 
 
 def register_autocast() -> list[torch.library.Library]:
@@ -86,26 +100,46 @@ def register_autocast() -> list[torch.library.Library]:
     library: Any = torch.library.Library
     others, aten = library("_", "IMPL"), library("aten", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, _KEY)
-    for name in LOWER:
-        aten.impl(name, _cast(name, is_lower=True), _KEY)
-    for name in FULL:
-        aten.impl(name, _cast(name, is_lower=False), _KEY)
+    for names, dtype_of in ((LOWER, _lower), (FULL, _full), (WIDEST, _widest)):
+        for name in names:
+            aten.impl(name, _cast(name, dtype_of), _KEY)
     return [others, aten]
 
 
-def _cast(name: str, *, is_lower: bool) -> Callable[..., Any]:
+def _lower(_: Sequence[torch.Tensor]) -> torch.dtype:
+    return torch.get_autocast_dtype(NAME)
+
+
+def _full(_: Sequence[torch.Tensor]) -> torch.dtype:
+    return torch.float32
+
+
+def _widest(tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    is_full = any(tensor.dtype is torch.float32 for tensor in tensors)
+    return torch.float32 if is_full else _lower(tensors)
+
+
+def _is_cast(value: Any) -> bool:
+    """Say whether autocast changes the dtype of an argument."""
+    if not is_on_npu(value):
+        return False
+    dtype: torch.dtype = value.dtype
+    return dtype.is_floating_point and dtype is not torch.float64
+
+
+def _cast(
+    name: str, dtype_of: Callable[[Sequence[torch.Tensor]], torch.dtype]
+) -> Callable[..., Any]:
+    """Return an op that casts its floats to a dtype, which depends on them, and is computed so."""
     packet, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops.aten, packet), overload or "default")
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        dtype = torch.get_autocast_dtype(NAME) if is_lower else torch.float32
-
-        def cast(tensor: torch.Tensor) -> torch.Tensor:
-            is_float = tensor.dtype.is_floating_point and tensor.dtype is not torch.float64
-            return tensor.to(dtype) if is_float and is_on_npu(tensor) else tensor
-
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        dtype = dtype_of([leaf for leaf in leaves if _is_cast(leaf)])
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-            args, kwargs = pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
+            cast = [leaf.to(dtype) if _is_cast(leaf) else leaf for leaf in leaves]
+            args, kwargs = pytree.tree_unflatten(cast, tree)
             return op(*args, **kwargs)
 
     return call

@@ -179,8 +179,13 @@ def _as_target(result: torch.Tensor, dtype: torch.dtype, order: tuple[int, ...])
     return result.permute(order).contiguous().permute(back)
 
 
-def number_dtypes(leaves: Sequence[Any]) -> dict[type, torch.dtype]:
-    """Return the dtypes that Python's numbers get, so that they promote as Python's numbers do."""
+def number_dtypes(leaves: Sequence[Any], *, keeps_digits: bool) -> dict[type, torch.dtype]:
+    """Return the dtypes that Python's numbers get, so that they promote as Python's numbers do.
+
+    Args:
+        leaves: of the call.
+        keeps_digits: a number is stored into integers as it is.
+    """
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     floats = [t for t in tensors if t.dtype.is_floating_point or t.dtype.is_complex]
     integers = [
@@ -189,7 +194,7 @@ def number_dtypes(leaves: Sequence[Any]) -> dict[type, torch.dtype]:
         if not (t.dtype.is_floating_point or t.dtype.is_complex or t.dtype is torch.bool)
     ]
     has_dim = any(t.dim() for t in tensors)
-    real = torch.get_default_dtype()
+    real = torch.float64 if keeps_digits else torch.get_default_dtype()
     if floats:
         wide = any(t.dtype in (torch.float64, torch.complex128) for t in floats)
         real = torch.float64 if wide else torch.float32

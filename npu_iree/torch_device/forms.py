@@ -26,14 +26,16 @@ class Form:
         function: takes the op's arguments, the numbers as tensors of no dimension.
         numbers: names of the arguments that are such numbers, beside those that the op's schema
             calls tensors.
+        keeps_digits: it stores a number into integers, and computes nothing with it.
     """
 
     function: Callable[..., Any]
     numbers: frozenset[str] = frozenset()
+    keeps_digits: bool = False
 
 
-def _form(function: Callable[..., Any], *numbers: str) -> Form:
-    return Form(function, frozenset(numbers))
+def _form(function: Callable[..., Any], *numbers: str, keeps_digits: bool = False) -> Form:
+    return Form(function, frozenset(numbers), keeps_digits)
 
 
 def _add(x: Tensor, other: Tensor, *, alpha: Any = None) -> Any:
@@ -73,7 +75,7 @@ FORMS: dict[Any, Form] = {
     aten.le.Scalar: _form(torch.le, "other"),
     aten.gt.Scalar: _form(torch.gt, "other"),
     aten.ge.Scalar: _form(torch.ge, "other"),
-    aten.fill.Scalar: _form(_fill, "value"),
+    aten.fill.Scalar: _form(_fill, "value", keeps_digits=True),
     aten.masked_fill.Scalar: _form(torch.masked_fill, "value"),
 }
 

@@ -34,6 +34,7 @@ _WIDEST = 16
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 _INDICES: OrderedDict[_Geometry, DeviceArray] = OrderedDict()
 _INDICES_LOCK = threading.Lock()
+_WRITING = threading.RLock()  # part of a storage: its other bytes are read, and written again
 
 
 def read(tensor: torch.Tensor, order: tuple[int, ...] | None = None) -> DeviceArray:
@@ -79,9 +80,11 @@ def write(tensor: torch.Tensor, array: DeviceArray, order: tuple[int, ...]) -> N
         if whole(tensor):
             set_handle(tensor, array)
             return
-        set_handle(tensor, _with_range(tensor, array))
+        with _WRITING:
+            set_handle(tensor, _with_range(tensor, array))
         return
-    _scatter(tensor.permute(order), array)
+    with _WRITING:
+        _scatter(tensor.permute(order), array)
 
 
 def order_for_writing(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -117,6 +117,7 @@ class EagerOp:
             key.append(name)
             if name in outs:
                 key += (value.dtype, value.shape, value.stride(), value.storage_offset())
+                key.append(value.is_cpu)
             else:
                 scan((value,), (self._is_number[name],), key, leaves)
         try:
@@ -133,6 +134,9 @@ class EagerOp:
         self, leaves: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> _Ready:
         """Find or make the kernel of a call that is made for the first time."""
+        for target in self._targets(args, kwargs):
+            if isinstance(target, torch.Tensor) and not is_on_npu(target):
+                _refuse_devices([target, *leaves], self.op)
         if self._functional is None:
             return _Ready(reason=_no_kernel(self.op))
         if reason := self._why_host(leaves):
@@ -158,9 +162,10 @@ class EagerOp:
     def _bind(
         self, leaves: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> _Ready:
-        template, dtypes = self._template(args, kwargs), number_dtypes(leaves)
+        template = self._template(args, kwargs)
+        dtypes = number_dtypes(leaves, keeps_digits=self._form.keeps_digits)
         arguments = [argument_of(leaf, dtypes) for leaf in leaves]
-        targets = [args[0]] if self._is_in_place else [kwargs[n] for n in self._outs]
+        targets = self._targets(args, kwargs)
         written: Written = tuple((t.dtype, order_for_writing(t)) for t in targets)
         computation = Computation(self._form.function, template, written)
         kinds = tuple(map(kind_of, arguments))
@@ -182,6 +187,10 @@ class EagerOp:
             is_out=bool(self._outs),
             write_orders=tuple(order for _, order in written),
         )
+
+    def _targets(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        """Return what a call writes its results to."""
+        return [args[0]] if self._is_in_place else [kwargs[name] for name in self._outs]
 
     def _template(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Template:
         is_number, outs = self._is_number, self._outs
@@ -275,7 +284,8 @@ def scalar(value: float, dtype: torch.dtype) -> DeviceArray:
     key = (repr(value), dtype)
     array = _SCALARS.get(key)
     if array is None:
-        number = torch.tensor(value, dtype=dtype)
+        exact = torch.float64 if isinstance(value, float) else torch.int64
+        number = torch.tensor(value, dtype=exact).to(dtype)  # 200 as int8 is -56, as PyTorch has it
         array = put_dense(number, "a number", is_ours=True, is_kept=True)
         _SCALARS[key] = array
     return array

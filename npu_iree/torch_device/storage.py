@@ -123,15 +123,16 @@ def copied(array: DeviceArray) -> DeviceArray:
     """Return the same bytes in memory that nobody else holds; the device copies them."""
     if not array.nbytes:
         return array
-    target = array.device
-    account.reserve(array.nbytes)
-    buffer = target.hal.allocator.allocate_buffer(_DEVICE_LOCAL, _USAGE, array.nbytes)
+    target, source = array.device, array._view.get_buffer()
+    nbytes = source.byte_length()  # more than the array's, if that is the beginning of others
+    account.reserve(nbytes)
+    buffer = target.hal.allocator.allocate_buffer(_DEVICE_LOCAL, _USAGE, nbytes)
     view = hal.HalBufferView(buffer, array.shape, int(ELEMENT_TYPES[array.dtype]))
     fence, ahead = joined([array.ready, target.start_point()])
     signal = new_fence(target.hal)
-    target.hal.queue_copy(array._view.get_buffer(), buffer, fence, signal)
+    target.hal.queue_copy(source, buffer, fence, signal)
     ready = submitted(Timepoint(signal, array.ready.work, ahead))
-    target.track(ready, array.nbytes)
+    target.track(ready, nbytes)
     return DeviceArray(target, view, array.shape, array.dtype, ready)
 
 
@@ -176,7 +177,9 @@ def shaped(array: DeviceArray, shape: tuple[int, ...], dtype: torch.dtype) -> De
     if (array.shape == shape and array.dtype is dtype) or dtype not in ELEMENT_TYPES:
         return array
     view = hal.HalBufferView(array._view.get_buffer(), shape, int(ELEMENT_TYPES[dtype]))
-    return DeviceArray(array.device, view, shape, dtype, array.ready)
+    result = DeviceArray(array.device, view, shape, dtype, array.ready)
+    result._of = getattr(array, "_of", array)
+    return result
 
 
 def allocate(nbytes: int) -> DeviceArray:
@@ -223,10 +226,20 @@ def resize(
         strides: the strides.
         storage: another storage for it, or None.
     """
-    held_by(storage or tensor.untyped_storage())
+    handle = held_by(storage or tensor.untyped_storage())
     offset = tensor.storage_offset() if storage is None else 0
+    if handle is not None and (nbytes := _end(tensor, shape, strides, offset)) > handle.nbytes:
+        account.reserve(nbytes)  # or nothing has changed
     _set.redispatch(_META, tensor, storage or tensor.untyped_storage(), offset, shape, strides)
     grow(tensor)
+
+
+def _end(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> int:
+    """Return how many bytes of its storage a tensor of these sizes reaches over."""
+    if 0 in shape:
+        return 0
+    steps = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return (int(offset) + steps + 1) * tensor.element_size()
 
 
 def grow(tensor: torch.Tensor) -> None:

@@ -287,6 +287,7 @@ OWN: dict[str, Callable[..., Any]] = {
     "equal": _equal,
     "is_set_to": _is_set_to,
     "as_strided": _view(aten.as_strided.default),
+    "as_strided_": _view(aten.as_strided_.default),
     "view": _view(aten.view.default),
     "_reshape_alias": _view(aten._reshape_alias.default),
     "unfold": _view(aten.unfold.default),

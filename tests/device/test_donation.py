@@ -117,6 +117,14 @@ def test_its_memory_is_that_of_the_result(names: tuple[str, ...], more: int) -> 
     assert z[0].item() == 7
 
 
+def test_the_beginning_of_a_larger_tensor() -> None:
+    large = torch.ones(8, 4, device=NPU) * 3
+    x, row = large[:4].clone(), torch.zeros(1, 4, device=NPU)
+    new, _ = donating(updated, "cache")(x, row)
+    assert new.sum(1).tolist() == [12, 0, 12, 12]
+    assert large.sum(1).tolist() == [12] * 8
+
+
 @pytest.mark.parametrize("target", ["npu-local", "npu-virtual"])
 def test_what_is_updated_is_updated_in_place_if_nobody_has_read_it(
     target: str, kernel_cache: Path

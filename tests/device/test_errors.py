@@ -27,6 +27,15 @@ def test_tensors_of_two_devices() -> None:
         torch.equal(torch.ones(3, device=NPU), torch.ones(3))
 
 
+def test_nothing_is_written_to_the_cpu_that_was_not_asked_for_by_a_copy() -> None:
+    x, total, out = torch.ones(3, device=NPU), torch.tensor(0.0), torch.empty(0)
+    with pytest.raises(RuntimeError, match="at least two devices, cpu and npu:0"):
+        total += x[0]
+    with pytest.raises(RuntimeError, match="at least two devices, cpu and npu:0"):
+        torch.add(x, x, out=out)
+    assert (total.item(), out.shape) == (0, (0,))
+
+
 def test_what_is_asserted() -> None:
     x = torch.ones(3, device=NPU)
     torch._assert_async((x > 0).all(), "x is positive")
@@ -67,6 +76,27 @@ def test_out_of_memory_says_who_holds_it_and_takes_nothing() -> None:
     torch.npu.set_memory_limit(None)
     assert held.sum().item() == count
     assert torch.npu.memory_allocated() <= before + 100
+
+
+def test_a_tensor_that_finds_no_memory_to_grow_stays_as_it_was() -> None:
+    x = torch.ones(4, device=NPU) * 3
+    torch.npu.set_memory_limit(torch.npu.memory_allocated() + 100)
+    with pytest.raises(torch.OutOfMemoryError):
+        x.resize_(10000)
+    torch.npu.set_memory_limit(None)
+    assert x.tolist() == [3, 3, 3, 3]
+
+
+def test_what_is_cast_or_gathered_is_counted() -> None:
+    x = torch.randn(256, 256, device=NPU)
+    moves = (lambda: x.to(torch.float16), lambda: x.t().contiguous())
+    for move, nbytes in zip(moves, (2 << 16, 4 << 16), strict=True):
+        move()  # compiles, and keeps an index
+        gc.collect()
+        before = torch.npu.memory_allocated()
+        kept = [move() for _ in range(3)]
+        assert torch.npu.memory_allocated() - before == 3 * nbytes
+        del kept
 
 
 def test_memory_is_freed_with_the_last_handle() -> None:

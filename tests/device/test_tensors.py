@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import npu_iree
+from npu_iree.torch_device.storage import shaped
 from tolerances import assert_same
 
 NPU = "npu"
@@ -90,6 +91,39 @@ def test_in_place_ops_keep_the_storage_and_reach_every_view() -> None:
     assert a.untyped_storage() is storage
     assert row.tolist() == [2.5] * 4
     assert flat[:5].tolist() == [1.5, 1.5, 0.5, 0.5, 2.5]
+
+
+def test_a_geometry_that_changes_in_place_moves_no_bytes() -> None:
+    torch.npu.set_fallback("error")
+    seen = []
+    for device in ("cpu", NPU):
+        x = torch.arange(12.0).to(device)
+        y, geometries = x.detach(), []
+        x.unsqueeze_(0).squeeze_(0)
+        for change in (
+            lambda x: x.as_strided_((3, 2), (1, 4), 2),
+            lambda x: x.t_(),
+            lambda x: x.transpose_(0, 1),
+        ):
+            change(x)
+            geometries.append((x.shape, x.stride(), x.storage_offset()))
+        x += 100
+        seen.append((geometries, x.tolist(), y.tolist()))
+    assert seen[0] == seen[1]
+
+
+def test_numbers_are_stored_with_all_their_digits() -> None:
+    for device in ("cpu", NPU):
+        x = torch.zeros(2, dtype=torch.int64, device=device)
+        assert x.fill_(1e9 + 7).tolist() == [1000000007] * 2
+        assert torch.full((1,), 16777217.0, dtype=torch.int64, device=device).item() == 16777217
+        assert torch.full((1,), 0.1, dtype=torch.float64, device=device).item() == 0.1
+        assert (torch.tensor(5, dtype=torch.int8, device=device) + 200).item() == -51
+
+
+def test_the_beginning_of_a_tensor_is_fetched_from_memory_of_its_own() -> None:
+    whole = npu_iree.open_device("npu-virtual").put(torch.arange(8.0))
+    assert shaped(whole, (4,), torch.float32).to_host().tolist() == [0, 1, 2, 3]
 
 
 def test_a_clone_and_its_source_do_not_share_later_writes() -> None:
@@ -253,6 +287,17 @@ def test_autocast_computes_products_in_bf16_and_sums_in_f32() -> None:
         assert torch.softmax(product, -1).dtype is torch.float32
         assert (product + 1).dtype is torch.bfloat16
     assert (a @ a).dtype is torch.float32
+
+
+def test_autocast_gives_what_takes_one_dtype_the_widest() -> None:
+    a, index = torch.randn(4, 8, device=NPU), torch.zeros(4, 8, dtype=torch.int64, device=NPU)
+    with torch.autocast("npu", dtype=torch.bfloat16):
+        half = a @ a.t() @ a
+        assert half.dtype is torch.bfloat16
+        assert torch.dot(half[0], half[1]).dtype is torch.bfloat16
+        assert torch.dot(half[0], a[0]).dtype is torch.float32
+        summed = torch.zeros(4, 8, device=NPU).scatter_add(0, index, half)
+        assert summed.dtype is torch.float32
 
 
 def test_the_accelerator_of_this_process_is_npu() -> None:

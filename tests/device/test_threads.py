@@ -23,6 +23,18 @@ OPS: list[Callable[[torch.Tensor], torch.Tensor]] = [
 ]
 
 
+def test_rows_that_several_threads_write_to_are_all_written() -> None:
+    x = torch.zeros(6, 1024, device=NPU)
+
+    def add(row: int) -> None:
+        for _ in range(20):
+            x[row] += 1
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(add, range(6)))
+    assert x[:, 0].tolist() == [20] * 6
+
+
 @pytest.mark.parametrize("columns", [2, 200], ids=["on their threads", "queued"])
 def test_ops_called_first_by_several_threads_are_right(
     counts: Counter[str], caplog: pytest.LogCaptureFixture, columns: int
