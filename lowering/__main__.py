@@ -16,7 +16,9 @@ from lowering.stages import CompileOptions
 def main() -> int:
     """Run the stages after the one that wrote FILE; exit code 1 if one of them fails."""
     parser = argparse.ArgumentParser(prog="python -m lowering", description=main.__doc__)
-    parser.add_argument("file", type=Path, help="a dump that ends in .torch.mlir or .linalg.mlir")
+    parser.add_argument(
+        "file", type=Path, help="a dump that ends in .torch.mlir, .linalg.mlir or .flow.mlir"
+    )
     parser.add_argument("--flag", action="append", default=[], help="one more iree-compile flag")
     parser.add_argument("--out", type=Path, default=Path("restarted"), help="folder for products")
     args = parser.parse_args()

@@ -97,7 +97,7 @@ def tuning(prefix: str) -> None:
 @app.command()
 def verify(
     sample: int = typer.Option(4, help="how many entries to compile again; 0: all"),
-    seed: int = typer.Option(0, help="of the choice"),
+    seed: int = typer.Option(0, help="of the random choice"),
 ) -> None:
     """Compile a sample of entries again and compare; exit code 1 if one differs.
 

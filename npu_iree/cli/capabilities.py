@@ -68,7 +68,7 @@ def show(
 @app.command("diff")
 def diff(
     before: Annotated[str, typer.Argument(help="an installed target, or a TOML file")],
-    after: Annotated[str, typer.Argument(help="the same")],
+    after: Annotated[str, typer.Argument(help="an installed target, or a TOML file")],
 ) -> None:
     """Compare two capability tables; exit code 1 if the second runs less."""
     one = {row.op: row for row in table_rows(_load(before))}

@@ -38,7 +38,10 @@ Cpu = Annotated[
 ]
 Dynamic = Annotated[
     list[str],
-    typer.Option(metavar="INPUT:DIM[=MIN..MAX]", help="a size that may change from call to call"),
+    typer.Option(
+        metavar="INPUT:DIM[=MIN..MAX]",
+        help="a size that may change from call to call; with --bundle, one lets all sizes change",
+    ),
 ]
 StopAfter = Annotated[
     str | None,
@@ -49,13 +52,19 @@ StopAfter = Annotated[
     ),
 ]
 ParamsOption = Annotated[
-    Params, typer.Option(help="parameters in a file beside the artifact, or embedded in it")
+    Params,
+    typer.Option(help="parameters: a file beside the artifact (split is irpa), or in it (embed)"),
 ]
 Flags = Annotated[list[str], typer.Option(help="one more flag for iree-compile")]
 TuneOption = Annotated[
     Tune, typer.Option(help="measure candidate settings on the device, and keep the best")
 ]
-HostOpsOption = Annotated[HostOps, typer.Option(help="allow goes with --bundle")]
+HostOpsOption = Annotated[
+    HostOps,
+    typer.Option(
+        help="ops that the target cannot run: an error, or run by PyTorch (allow, with --bundle)"
+    ),
+]
 Bundle = Annotated[bool, typer.Option("--bundle", help="write a bundle for torch.compile (.npub)")]
 Imports = Annotated[
     list[str],
@@ -63,7 +72,7 @@ Imports = Annotated[
         "--import", metavar="MODULE", help="import it first; for types that a .pt2 file holds"
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="print the outcome as JSON")]
+AsJson = Annotated[bool, typer.Option("--json", help="print the result, or the error, as JSON")]
 Verify = Annotated[
     bool, typer.Option("--verify", help="run the artifact and compare it with eager")
 ]

@@ -92,7 +92,7 @@ def programs(
     json_: Json = None,
     junit: Junit = None,
 ) -> None:
-    """Run random programs of some ten ops, gradients and writes in place among them.
+    """Run random programs of four to twelve ops, gradients and writes in place among them.
 
     One that differs from eager is cut down, and its shortest form told.
     """

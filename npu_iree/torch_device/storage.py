@@ -234,7 +234,9 @@ def resize(
     grow(tensor)
 
 
-def _end(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int) -> int:
+def _end(
+    tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int | torch.SymInt
+) -> int:
     """Return how many bytes of its storage a tensor of these sizes reaches over."""
     if 0 in shape:
         return 0
