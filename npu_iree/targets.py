@@ -171,7 +171,7 @@ _CPU: dict[str, Any] = {
     "flag_sets": _CPU_FLAG_SETS,
     "candidates": _CPU_CANDIDATES,
     "choices": _CPU_CHOICES,
-    "rewrites": ("broadcasts", "convolutions", "products", "channels_last", "matrices"),
+    "rewrites": ("broadcasts", "convolutions", "products", "sums", "channels_last", "matrices"),
 }
 
 NPU_LOCAL = Target(

@@ -16,7 +16,7 @@ from torch import fx
 from lowering.cpu import compiling_for
 from lowering.graph_modules import graph_module_of
 from lowering.importable import make_importable
-from lowering.rewrites import broadcasts, convolution_gradients, convolutions, products
+from lowering.rewrites import broadcasts, convolution_gradients, convolutions, products, sums
 from lowering.rewrites.channels_last import ChannelsLast
 from lowering.rewrites.forms import Forms
 from lowering.rewrites.matrices import Matrices
@@ -29,6 +29,7 @@ RULES: Mapping[str, Mapping[Any, Rule]] = {
     "broadcasts": broadcasts.RULES,
     "convolutions": {**convolutions.RULES, **convolution_gradients.RULES},
     "products": products.RULES,
+    "sums": sums.RULES,
 }
 # The same -> the form in which values are computed where that can be, after that.
 FORMS: Mapping[str, type[Forms]] = {

@@ -34,6 +34,24 @@ OF_FLOATS: tuple[Function, ...] = (
 )
 
 
+@pytest.mark.parametrize(
+    ("shape", "function"),
+    [
+        ([(1 << 20) + 5], lambda x: (x.sum(), x.mean())),
+        ([1 << 17, 3], lambda x: (x.sum(0), x.mean(0, keepdim=True))),
+        ([3, 4, 300, 301], lambda x: (x.sum((0, 2, 3)), x.square().mean((2, 3)))),
+    ],
+)
+def test_long_sums_are_as_precise_as_eagers(
+    shape: list[int], function: Callable[[torch.Tensor], Any], counts: Counter[str]
+) -> None:
+    """Of equal numbers, whose roundings do not cancel."""
+    x = torch.full(shape, 0.1)
+    actual = torch.compile(function, backend="npu_iree", options={"fallback": "error"})(x)
+    torch.testing.assert_close(actual, function(x), rtol=3e-5, atol=0)
+    assert counts["refused_flags"] == 0
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64], ids=str)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from lowering.capture import capture_aot
 from lowering.decompositions import decomposition_table
-from lowering.rewrites import rewrite
+from lowering.rewrites import rewrite, sums
 from lowering.rewrites.windows import MOST_PLACES
 from npu_iree.targets import NPU_LOCAL
 from tolerances import assert_same
@@ -399,6 +400,28 @@ def test_matrices_in_any_order(steps: list[str], data: st.DataObject) -> None:
     network = product_network(steps)
     rewritten = rewrite(graph_of(network, *tensors), TARGET)
     assert_close_to_largest((Dense(rewritten).run(*tensors),), (network(*tensors),))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_sums_of_sums(data: st.DataObject) -> None:
+    """Of any dimensions and sizes: what is long is short here."""
+    x = torch.randn(data.draw(st.lists(st.integers(1, 11), min_size=1, max_size=4)))
+    every = st.integers(-x.dim(), x.dim() - 1)
+    dims = data.draw(st.lists(every, min_size=1, max_size=x.dim(), unique_by=lambda d: d % x.dim()))
+    keepdim, op = data.draw(st.booleans()), data.draw(st.sampled_from([torch.sum, torch.mean]))
+
+    def reduced(x: torch.Tensor) -> list[torch.Tensor]:
+        return [op(x), op(x, dims, keepdim)]
+
+    with patch.multiple(sums, _MOST=3, _LONG=4, _LONG_ROWS=8, _FEW=2):
+        rewritten = rewrite(graph_of(reduced, x), TARGET)
+    assert_close_to_largest(rewritten(x), reduced(x))
+    for node in rewritten.graph.nodes:  # no sum is of more than three numbers
+        if node.target in sums.RULES and x.numel() > 4:
+            (source,) = node.all_input_nodes
+            count = source.meta["val"].numel() // node.meta["val"].numel()
+            assert count <= 8
 
 
 def test_a_target_lists_its_rewrites() -> None:

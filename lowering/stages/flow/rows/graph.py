@@ -260,7 +260,8 @@ class RowGraph:
         for user in reversed(range(len(self.nodes))):
             node = self.nodes[user]
             reads = self.levels[user] - isinstance(node, Reduce)
-            if again and not isinstance(node, Reduce):
+            is_again = again or node.dtype == "i1"  # truths are never kept
+            if is_again and not isinstance(node, Reduce):
                 reads = max(reads, last[user])
             for place in operands_of(node):
                 last[place] = max(last[place], reads)

@@ -273,7 +273,8 @@ def _groups(block: Any, executables: Mapping[str, Any], lanes: int) -> list[_Gro
         before = list(makers.values())
         empty = _Group.of(shape)
         group = empty.with_members([*before, member], lanes)
-        group = group or empty.with_members([member], lanes)
+        if group is None and before:
+            group = empty.with_members([member], lanes)
         if group is not None:
             found.append(group)
             for other in group.members:
@@ -290,7 +291,8 @@ def _add(member: _Member, groups: list[_Group], lanes: int) -> bool:
     """
     roots = member.roots
     makers = [group for group in groups if group.makes_any(roots)]
-    for chosen in (makers, *([group] for group in makers)):
+    alternatives = [[group] for group in makers] if len(makers) > 1 else []
+    for chosen in (makers, *alternatives):
         if len({group.shape for group in chosen}) != 1:
             continue
         if len(chosen) == 1:

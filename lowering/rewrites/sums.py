@@ -1,0 +1,82 @@
+"""Sums of very many numbers as sums of sums: as precise as eager's, and computed by all threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowering.rewrites.recorder import part_of
+from lowering.rewrites.rule import Arguments, Rule
+
+aten = torch.ops.aten
+_MOST = 1 << 10  # numbers that are added up at once, where a dimension is divided
+# What is added up to few numbers, or along rows: more numbers than this take two steps. Along rows,
+# a step more costs what else is computed of them; each has some 32 sums, of which one is made.
+_LONG, _LONG_ROWS = 1 << 14, 1 << 18
+_FEW = 64
+
+
+def sum_of_sums(x: torch.Tensor, dims: Sequence[int], keepdim: bool, is_mean: bool) -> Any:
+    """Rewrite `aten.sum.dim_IntList` and `aten.mean` of many numbers.
+
+    One number after the other is added, to a few sums at most. Of a million times 0.1, the result
+    is off by 3e-4 along rows, and by 1e-2 along columns; eager's, which adds up in a tree, by 1e-7.
+
+    Before: %y = sum(%x, [0])                                  with %x of [N * K, C]
+    After:  %1 = sum(view(%x, [N, K, C]), [1]); %y = sum(%1, [0])
+
+    Args:
+        x: of float32.
+        dims: along which it is added up, in order, none of them negative.
+        keepdim: whether these stay, with one number each.
+        is_mean: whether the sum is divided by how many numbers it is of.
+    """
+    count = math.prod(x.shape[d] for d in dims)
+    if count <= _most(x, dims):
+        return NotImplemented
+    y = _summed(x, list(dims))
+    if is_mean:
+        y = y / count
+    return y.view([1 if d in dims else size for d, size in enumerate(x.shape)]) if keepdim else y
+
+
+def _most(x: torch.Tensor, dims: Sequence[int]) -> int:
+    is_of_rows = list(dims) == list(range(x.dim() - len(dims), x.dim()))
+    rows = math.prod(size for d, size in enumerate(x.shape) if d not in dims)
+    return _LONG_ROWS if is_of_rows and rows > _FEW else _LONG
+
+
+def _summed(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    """Add up along the last dimension, or a part of it, and so on."""
+    *others, last = dims
+    count = x.shape[last]
+    if count <= _MOST:
+        y = x.sum(last)
+        return _summed(y, others) if others else y
+    whole = count // _MOST * _MOST
+    first = x if whole == count else part_of(x, last, 0, whole)
+    divided = first.reshape([*x.shape[:last], -1, _MOST, *x.shape[last + 1 :]])
+    y = _summed(divided, [*dims, last + 1])
+    if whole == count:
+        return y
+    return y + _summed(part_of(x, last, whole, count - whole), dims)
+
+
+def _taken(node: fx.Node) -> Arguments | None:
+    args: Sequence[Any] = [*node.args, *(None, False)[len(node.args) - 1 :]]
+    x, dims, keepdim = args
+    value = x.meta["val"]
+    if value.dtype != torch.float32 or node.kwargs.get("dtype") not in (None, torch.float32):
+        return None
+    every = dims or range(value.dim())
+    return x, sorted(d % value.dim() for d in every), keepdim, node.target in _MEANS
+
+
+_MEANS = (aten.mean.default, aten.mean.dim)
+RULES: Mapping[Any, Rule] = dict.fromkeys(
+    (aten.sum.dim_IntList, *_MEANS), Rule(sum_of_sums, _taken)
+)
