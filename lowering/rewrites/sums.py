@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,11 +53,12 @@ def _most(x: torch.Tensor, dims: Sequence[int]) -> int:
 
 
 def _summed(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    """Add up along the last dimension, or a part of it, and so on."""
-    *others, last = dims
-    count = x.shape[last]
+    """Add up along the last dimensions, or a part of the last, and so on."""
+    last, count = dims[-1], x.shape[dims[-1]]
     if count <= _MOST:
-        y = x.sum(last)
+        products = itertools.accumulate((x.shape[d] for d in reversed(dims)), operator.mul)
+        at_once = max(1, sum(product <= _LONG for product in products))
+        y, others = x.sum(dims[-at_once:]), dims[:-at_once]
         return _summed(y, others) if others else y
     whole = count // _MOST * _MOST
     first = x if whole == count else part_of(x, last, 0, whole)
