@@ -16,10 +16,10 @@ from lowering.rewrites.rule import Arguments, Rule
 
 aten = torch.ops.aten
 _MOST = 1 << 10  # numbers that are added up at once, where a dimension is divided
-# What is added up to few numbers, or along rows: more numbers than this take two steps. Along rows,
-# a step more costs what else is computed of them; each has some 32 sums, of which one is made.
-_LONG, _LONG_ROWS = 1 << 14, 1 << 18
-_FEW = 64
+# More numbers than this take two steps. A row has some 32 sums, of which one is made; a step more
+# of many rows costs that they are no longer computed together with what else is of them.
+_LONG, _LONG_ROW, _LONG_ROWS = 1 << 14, 1 << 17, 1 << 18
+_FEW = 64  # rows
 
 
 def sum_of_sums(x: torch.Tensor, dims: Sequence[int], keepdim: bool, is_mean: bool) -> Any:
@@ -47,9 +47,10 @@ def sum_of_sums(x: torch.Tensor, dims: Sequence[int], keepdim: bool, is_mean: bo
 
 
 def _most(x: torch.Tensor, dims: Sequence[int]) -> int:
-    is_of_rows = list(dims) == list(range(x.dim() - len(dims), x.dim()))
-    rows = math.prod(size for d, size in enumerate(x.shape) if d not in dims)
-    return _LONG_ROWS if is_of_rows and rows > _FEW else _LONG
+    if list(dims) != list(range(x.dim() - len(dims), x.dim())):
+        return _LONG
+    rows = math.prod(x.shape[: x.dim() - len(dims)])
+    return _LONG_ROW if rows <= _FEW else _LONG_ROWS
 
 
 def _summed(x: torch.Tensor, dims: list[int]) -> torch.Tensor:

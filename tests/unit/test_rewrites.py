@@ -414,7 +414,7 @@ def test_sums_of_sums(data: st.DataObject) -> None:
     def reduced(x: torch.Tensor) -> list[torch.Tensor]:
         return [op(x), op(x, dims, keepdim)]
 
-    with patch.multiple(sums, _MOST=3, _LONG=4, _LONG_ROWS=8, _FEW=2):
+    with patch.multiple(sums, _MOST=3, _LONG=4, _LONG_ROW=4, _LONG_ROWS=8, _FEW=2):
         rewritten = rewrite(graph_of(reduced, x), TARGET)
     assert_close_to_largest(rewritten(x), reduced(x))
     for node in rewritten.graph.nodes:  # no sum is of more than three numbers
