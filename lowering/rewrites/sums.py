@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +18,7 @@ _MOST = 1 << 10  # numbers that are added up at once, where a dimension is divid
 # of many rows costs that they are no longer computed together with what else is of them.
 _LONG, _LONG_ROW, _LONG_ROWS = 1 << 14, 1 << 17, 1 << 18
 _FEW = 64  # rows
+_MEANS = (aten.mean.default, aten.mean.dim)
 
 
 def sum_of_sums(x: torch.Tensor, dims: Sequence[int], keepdim: bool, is_mean: bool) -> Any:
@@ -57,10 +56,10 @@ def _summed(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
     """Add up along the last dimensions, or a part of the last, and so on."""
     last, count = dims[-1], x.shape[dims[-1]]
     if count <= _MOST:
-        products = itertools.accumulate((x.shape[d] for d in reversed(dims)), operator.mul)
-        at_once = max(1, sum(product <= _LONG for product in products))
-        y, others = x.sum(dims[-at_once:]), dims[:-at_once]
-        return _summed(y, others) if others else y
+        sizes = [x.shape[d] for d in dims]
+        begin = next(i for i, _ in enumerate(dims) if math.prod(sizes[i:]) <= _LONG)
+        y = x.sum(dims[begin:])
+        return _summed(y, dims[:begin]) if begin else y
     whole = count // _MOST * _MOST
     first = x if whole == count else part_of(x, last, 0, whole)
     divided = first.reshape([*x.shape[:last], -1, _MOST, *x.shape[last + 1 :]])
@@ -80,7 +79,6 @@ def _taken(node: fx.Node) -> Arguments | None:
     return x, sorted(d % value.dim() for d in every), keepdim, node.target in _MEANS
 
 
-_MEANS = (aten.mean.default, aten.mean.dim)
 RULES: Mapping[Any, Rule] = dict.fromkeys(
     (aten.sum.dim_IntList, *_MEANS), Rule(sum_of_sums, _taken)
 )

@@ -76,15 +76,15 @@ def write(tensor: torch.Tensor, array: DeviceArray, order: tuple[int, ...]) -> N
     """
     if tensor.numel() == 0:
         return
-    if dense_order(tuple(tensor.shape), tensor.stride()) == order:
-        if whole(tensor):
-            set_handle(tensor, array)
-            return
-        with _WRITING:
-            set_handle(tensor, _with_range(tensor, array))
+    is_dense = dense_order(tuple(tensor.shape), tensor.stride()) == order
+    if is_dense and whole(tensor):
+        set_handle(tensor, array)
         return
     with _WRITING:
-        _scatter(tensor.permute(order), array)
+        if is_dense:
+            set_handle(tensor, _with_range(tensor, array))
+        else:
+            _scatter(tensor.permute(order), array)
 
 
 def order_for_writing(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from iree.runtime import _binding as hal
+from torch._prims_common import compute_required_storage_length
 
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device
@@ -228,20 +229,11 @@ def resize(
     """
     handle = held_by(storage or tensor.untyped_storage())
     offset = tensor.storage_offset() if storage is None else 0
-    if handle is not None and (nbytes := _end(tensor, shape, strides, offset)) > handle.nbytes:
+    count = compute_required_storage_length(tuple(shape), tuple(strides), int(offset))
+    if handle is not None and (nbytes := count * tensor.element_size()) > handle.nbytes:
         account.reserve(nbytes)  # or nothing has changed
     _set.redispatch(_META, tensor, storage or tensor.untyped_storage(), offset, shape, strides)
     grow(tensor)
-
-
-def _end(
-    tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int | torch.SymInt
-) -> int:
-    """Return how many bytes of its storage a tensor of these sizes reaches over."""
-    if 0 in shape:
-        return 0
-    steps = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return (int(offset) + steps + 1) * tensor.element_size()
 
 
 def grow(tensor: torch.Tensor) -> None:

@@ -453,7 +453,6 @@ def test_a_manifest_that_is_none_is_refused(manifest: bytes, file: Path, tmp_pat
 
 OPEN = """
 import resource, sys
-from importlib.metadata import version
 from pathlib import Path
 from lowering.bundle import Bundle
 from lowering.errors import ArtifactError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lowering.stages.ir.dispatch_work import walk
+from lowering.stages.ir.dispatch_work import sizes_of, walk
 from lowering.stages.ir.tensors import size_of
 
 _STAYS = "npu_iree.stays"
@@ -32,10 +32,8 @@ def behind_barrier(value: Any, *, stays: bool = False, after: Sequence[Any] = ()
         operands=[value, *after],
         attributes={_STAYS: ir.UnitAttr.get()} if stays else {},
     ).results[0]
-    if not isinstance(value.type, ir.RankedTensorType):
-        return barrier
-    kind = ir.RankedTensorType(value.type)
-    sizes = [size_of(value, d) for d in range(kind.rank) if kind.is_dynamic_dim(d)]
+    known = enumerate(sizes_of(value.type))
+    sizes = [size_of(value, d) for d, size in known if size is None]
     if not sizes:
         return barrier
     tied = ir.Operation.create(

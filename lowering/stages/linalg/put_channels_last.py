@@ -69,7 +69,7 @@ def _put_channels_last(op: Any) -> None:
     from iree.compiler import ir
 
     image, weight, start = op.operands
-    name, order = _LAST[op.operation.name]
+    last, order = _LAST[op.operation.name]
     with ir.InsertionPoint(op), op.operation.location:
         padded = _padded(image)
         x = behind_barrier(reordered(image, _TO_LAST) if padded is None else padded)
@@ -78,9 +78,12 @@ def _put_channels_last(op: Any) -> None:
             w = behind_barrier(w)
         y = reordered(start, _TO_LAST)
         text = _CONVOLUTION.format(
-            op=name,
-            **{name: op.attributes[name] for name in ("dilations", "strides")},
-            **{name: value.type for name, value in (("x", x), ("w", w), ("y", y))},
+            op=last,
+            dilations=op.attributes["dilations"],
+            strides=op.attributes["strides"],
+            x=x.type,
+            w=w.type,
+            y=y.type,
         )
         (sums,) = put(text, [x, w, y])
         op.operation.results[0].replace_all_uses_with(reordered(sums, _TO_FIRST))
