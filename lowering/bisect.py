@@ -37,7 +37,7 @@ def diagnose(nodes: Sequence[fx.Node], error: StageError, attempt: Try) -> Diagn
         error: how it fails.
         attempt: compiles some of the nodes as a region of their own; None means that it worked.
     """
-    units = _units(nodes)
+    units = units_of(nodes)
     if len(units) == 1:
         return Diagnosis(blamed=dict.fromkeys(units[0], error))
     middle = len(units) // 2
@@ -56,7 +56,7 @@ def diagnose(nodes: Sequence[fx.Node], error: StageError, attempt: Try) -> Diagn
     return found
 
 
-def _units(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
+def units_of(nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """Keep a node and what takes its result apart together."""
     units: dict[fx.Node, list[fx.Node]] = {}
     for node in nodes:

@@ -208,17 +208,15 @@ class ArtifactCache:
             with contextlib.suppress(OSError):
                 path.unlink()
 
-    def entries(self) -> list[tuple[Path, Entry]]:
-        """Return the readable entries, the most recently used first."""
-        found = []
+    def entries(self) -> Iterator[tuple[Path, Entry]]:
+        """Give the readable entries, the most recently used first."""
         for path in self._by_use():
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                found.append((path, Entry.from_bytes(path.read_bytes())))
-        return found
+                yield path, Entry.from_bytes(path.read_bytes())
 
     def nearest(self, key: CacheKey) -> list[str] | None:
         """Name the parts in which the entry that is most like `key` differs; None: no entries."""
-        differences = [key.differences(entry.parts) for _, entry in self.entries()]
+        differences = (key.differences(entry.parts) for _, entry in self.entries())
         return min(differences, key=len, default=None)
 
     def prune(self, limit_bytes: int | None = None) -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from lowering.comparisons import compare_with_tensors
 from lowering.empty import make_empty_values
 from lowering.errors import InternalError
 from lowering.graph_modules import with_code
-from lowering.nodes import view_root
+from lowering.nodes import is_view, view_root
 from lowering.randomness import read_sizes_only
 from lowering.sizes import is_static
 
@@ -126,7 +127,7 @@ def capture_aot(
         InternalError: the graph calls modules or methods, which AOTAutograd never leaves.
     """
     written = _take_writes(graph_module.graph)
-    _view_inputs_apart(graph_module.graph, written)
+    _view_results_apart(graph_module.graph, written, is_inference=kind == "inference")
     constants = normalize(graph_module)
     inputs = tuple(graph_module.graph.find_nodes(op="placeholder"))
     for node, name in zip(inputs, names, strict=False):
@@ -155,19 +156,24 @@ def _take_writes(graph: fx.Graph) -> tuple[fx.Node, ...]:
     return tuple(target for target, _ in writes)
 
 
-def _view_inputs_apart(graph: fx.Graph, written: Collection[fx.Node]) -> None:
+def _view_results_apart(
+    graph: fx.Graph, written: Collection[fx.Node], *, is_inference: bool
+) -> None:
     """Give each result that is a view of an input a view of its own, which nothing else reads.
 
     Such a view is made on the host, and shares the input's memory and version: autograd saves it
-    for the backward pass, and looks whether somebody has written to it.
+    for the backward pass, and looks whether somebody has written to it. So does, in inference, a
+    view of another result (in training, AOTAutograd makes those that the user sees anew).
 
     Before: %1 = permute(%x, [1, 0]); %2 = mm(%y, %1); return [%2, %1]
     After:  %1 = permute(%x, [1, 0]); %2 = mm(%y, %1); %3 = permute(%x, [1, 0]); return [%2, %3]
     """
     output = graph.output_node()
-    for result in output.all_input_nodes:
-        root = view_root(result)
-        if root is not result and root.op == "placeholder" and root not in written:
+    roots = {result: view_root(result) for result in output.all_input_nodes}
+    shared = Counter(roots.values())
+    for result, root in roots.items():
+        is_shared = root.op == "placeholder" or (is_inference and shared[root] > 1)
+        if root is not result and is_shared and root not in written:
             with graph.inserting_before(output):
                 output.replace_input_with(result, _view_again(graph, result, root))
 
@@ -280,7 +286,12 @@ def _drop_whole_slices(graph: fx.Graph) -> None:
         if place is None or not _is_whole(node, place):
             continue
         value: Any = node.args[place]
-        node.replace_all_uses_with(value, lambda user: user.op != "output")
+        node.replace_all_uses_with(value, lambda user: not _leads_to_result(user))
+
+
+def _leads_to_result(node: fx.Node) -> bool:
+    """Say whether the graph returns memory of what a node reads, if that is viewed."""
+    return node.op == "output" or (is_view(node) and any(map(_leads_to_result, node.users)))
 
 
 def _is_whole(node: fx.Node, place: int) -> bool:
@@ -323,7 +334,7 @@ def _view_what_replaces_all(graph: fx.Graph) -> None:
     So does the backward pass of a mean over images whose channels come last.
 
     Before: %2 = as_strided_scatter(%0, %1, [2, 6], [6, 1], 0)        with %0 of [12], %1 of [2, 6]
-    After:  %2 = view(%1, [12])
+    After:  %2 = view(%1, [12])                         of a clone of %1, if %2 is returned
     """
     op = aten.as_strided_scatter.default
     for node in graph.find_nodes(op="call_function", target=op):
@@ -331,6 +342,10 @@ def _view_what_replaces_all(graph: fx.Graph) -> None:
         if view_root(value).op != "placeholder" and _is_all_of(value, source, *layout):
             with graph.inserting_before(node):
                 sizes = list(value.meta["val"].shape)
+                if any(map(_leads_to_result, node.users)):
+                    meta = source.meta
+                    source = graph.call_function(aten.clone.default, (source,))
+                    source.meta = meta
                 view = graph.call_function(aten.view.default, (source, sizes))
             view.meta = node.meta
             node.replace_all_uses_with(view)

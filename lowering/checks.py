@@ -19,7 +19,7 @@ from torch import fx
 
 from lowering.decompositions import op_name
 from lowering.intervals import Interval, Intervals
-from lowering.nodes import draws_random_numbers, is_one_of, origin_of
+from lowering.nodes import ASSERTIONS, draws_random_numbers, is_one_of, origin_of
 from lowering.signature import Check
 from lowering.sizes import is_static
 from lowering.source import user_line
@@ -30,7 +30,6 @@ _MASKS = (torch.bool, torch.uint8)
 _SAME_ELEMENTS = frozenset(
     f"aten.{name}" for name in ("clone", "expand", "permute", "squeeze", "unsqueeze", "view")
 )
-_ASSERTIONS = frozenset({"aten._assert_async"})
 _MOST_COMPARED = 8  # nodes on the way back from an operand: further back, equal ones are two
 
 
@@ -242,7 +241,7 @@ def keep_right(graph: fx.Graph) -> tuple[Check, ...]:
         with graph.inserting_before(graph.output_node()):
             number = _first_failure(writer, checks)
         graph.output_node().args = ([*graph.output_node().args[0], number],)  # type: ignore[misc]
-    for node in [node for node in calls if is_one_of(node, _ASSERTIONS)]:
+    for node in [node for node in calls if is_one_of(node, ASSERTIONS)]:
         graph.erase_node(node)
     return tuple(operand.check for operand in checked)
 
@@ -348,7 +347,7 @@ def _of_assertions(node: fx.Node) -> _Rules:
 
 # op -> the operands that it takes. A write counts none from the end: its decomposition has done so.
 _TAKES: Mapping[str, Callable[[fx.Node], _Rules]] = {
-    **dict.fromkeys(_ASSERTIONS, _of_assertions),
+    **dict.fromkeys(ASSERTIONS, _of_assertions),
     "aten.div": _of_quotients,
     "aten.embedding": _of_rows,
     "aten.fmod": _of_quotients,

@@ -114,7 +114,7 @@ class OpGraph:
         """
         nodes = self.captured.nodes
         scalars = [n for n in nodes if is_scalar(n)]
-        segment = Segment(DEVICE, [n for n in nodes if n not in set(scalars)], name)
+        segment = Segment(DEVICE, [n for n in nodes if not is_scalar(n)], name)
         if not segment.nodes:
             return None
         results = [o for o in self.captured.outputs if isinstance(o, fx.Node)]

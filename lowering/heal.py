@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 
-from lowering.bisect import diagnose
+from lowering.bisect import diagnose, units_of
 from lowering.build import Builder
 from lowering.capture import CapturedGraph
 from lowering.denials import Denial, DenialRecord
@@ -107,10 +107,13 @@ class Healer:
     def _is_futile(self) -> bool:
         return refuses_everything(self._builder)
 
+    @functools.cached_property
+    def _scalars(self) -> Sequence[fx.Node]:
+        return [n for n in self._captured.nodes if is_scalar(n)]
+
     def region(self, nodes: Sequence[fx.Node]) -> Region:
         """Make some nodes a region of their own."""
-        scalars = [n for n in self._captured.nodes if is_scalar(n)]
-        segment = with_own_sizes(Segment(DEVICE, list(nodes), "trial"), scalars)
+        segment = with_own_sizes(Segment(DEVICE, list(nodes), "trial"), self._scalars)
         return extract_region(segment, bound_nodes(self._captured))
 
     def _program(self, nodes: Sequence[fx.Node]) -> str:
@@ -210,6 +213,7 @@ def _with_parts(node: fx.Node) -> list[fx.Node]:
     return [node, *(user for user in node.users if user.target is operator.getitem)]
 
 
-def _split(nodes: Sequence[fx.Node], sizes: Sequence[int]) -> list[Sequence[fx.Node]]:
-    ends = list(itertools.accumulate(sizes))
-    return [nodes[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+def _split(nodes: Sequence[fx.Node], sizes: Sequence[int]) -> list[list[fx.Node]]:
+    """Cut a region as `diagnose` has cut it before, into parts of these sizes."""
+    ordered = itertools.chain.from_iterable(units_of(nodes))
+    return [list(itertools.islice(ordered, size)) for size in sizes]

@@ -139,7 +139,10 @@ def _arange(known: Intervals, node: fx.Node, *numbers: Any) -> Interval:
     start, end, step = {1: (0, *numbers, 1), 2: (*numbers, 1)}.get(len(numbers), numbers)
     if not all(isinstance(number, (int, float)) for number in (start, end, step)):
         raise _Unknown
-    return _steps(start, math.ceil((end - start) / step), step)
+    count = math.ceil((end - start) / step)
+    if not node.meta["val"].dtype.is_floating_point:
+        start, step = int(start), int(step)  # the kernel's own, of the result's dtype
+    return _steps(start, count, step)
 
 
 def _iota(known: Intervals, node: fx.Node, length: Any) -> Interval:

@@ -11,7 +11,6 @@ from importlib import metadata
 from pathlib import Path
 
 from lowering.canonical import canonical_text
-from lowering.cpu import THIS_CPU
 from lowering.digest import text_digest
 from lowering.kernels import Kernel, used_kernels
 from lowering.program import Program
@@ -73,8 +72,8 @@ def program_key(
     """
     flag_sets = target.flag_sets_for(program.traits, flags)
     texts = [f"{entry}:\n{canonical_text(graph)}" for entry, graph in program.graphs.items()]
-    this_cpu = THIS_CPU.lstrip("-")  # LLVM takes a flag with one dash, too
-    is_for_this_cpu = any(this_cpu in flag for flags in flag_sets for flag in flags)
+    words = [flag.rpartition("=")[2] for flags in flag_sets for flag in flags]
+    is_for_this_cpu = "host" in words  # a CPU, or its features, whoever writes the flag how
     return CacheKey(
         {
             "program": text_digest("\n".join(texts)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -69,6 +69,9 @@ FACTORY_OPS = frozenset(
         "aten.zeros",
     ]
 )
+
+# What may raise, and does nothing else.
+ASSERTIONS = frozenset({"aten._assert_async"})
 
 _SIZE_OPS = frozenset(
     {
@@ -158,8 +161,24 @@ def has_effect(node: fx.Node) -> bool:
 
     A higher-order op may draw random numbers in its body, or restore a generator's state.
     """
+    if is_one_of(node, ASSERTIONS):
+        return False
     is_higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
     return is_higher_order or draws_random_numbers(node) or bool(node.is_impure())
+
+
+def sources(nodes: Iterable[fx.Node], known: Container[fx.Node]) -> Iterator[fx.Node]:
+    """Give those of `known` that nodes are, or are computed of by way of others (sizes)."""
+    seen, stack = set[fx.Node](), list(nodes)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node in known:
+            yield node
+        else:
+            stack += node.all_input_nodes
 
 
 def is_subgraph(node: fx.Node) -> bool:

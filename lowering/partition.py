@@ -77,7 +77,7 @@ def partition(
         kernels: what custom ops are on the device.
     """
     scalars = tuple(n for n in captured.nodes if is_scalar(n))
-    compute = [n for n in captured.nodes if n not in set(scalars)]
+    compute = [n for n in captured.nodes if not is_scalar(n)]
     host_ops = why_host(
         compute, capabilities, disabled_ops=disabled_ops, failed=failed, kernels=kernels
     )
@@ -128,7 +128,7 @@ def _views_between_results(captured: CapturedGraph) -> list[fx.Node]:
     results = {o for o in captured.results if isinstance(o, fx.Node)}
     results -= captured.kept  # handles share no memory that anybody writes to
     shared = Counter(view_root(node) for node in results)
-    found: list[fx.Node] = []
+    found: dict[fx.Node, None] = {}
     for node in reversed(captured.nodes):
         root = view_root(node)
         if root is node or root in captured.written:
@@ -136,7 +136,7 @@ def _views_between_results(captured: CapturedGraph) -> list[fx.Node]:
         if shared[root] < 2 and root not in captured.inputs and not _repeats(node):
             continue
         if all(user.op == "output" or user in found for user in node.users):
-            found.append(node)
+            found[node] = None
     # What is split off is taken apart where it is split.
     return [n for n in found if n.target is not operator.getitem or n.args[0] in found]
 
@@ -151,10 +151,10 @@ def _repeats(node: fx.Node) -> bool:
 
 def _take_along(nodes: Sequence[fx.Node], host_ops: dict[fx.Node, HostOp]) -> None:
     """Send to the host, too, what belongs to an op that runs there."""
+    for node in [n for n in nodes if n in host_ops and is_one_of(n, STORAGE_OPS)]:
+        for view in _views_to(node):  # or the host would have their elements in other memory
+            host_ops.setdefault(view, _host_op(view, "cost", "a view that the host reads by"))
     for node in nodes:
-        if node in host_ops and is_one_of(node, STORAGE_OPS):
-            for view in _views_to(node):  # or the host would have their elements in other memory
-                host_ops.setdefault(view, _host_op(view, "cost", "a view that the host reads by"))
         if node.target is operator.getitem and node.args[0] in host_ops:
             # the results of a multi-output op are taken apart where it runs
             host_ops[node] = host_ops[node.args[0]]  # type: ignore[index]

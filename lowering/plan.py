@@ -7,15 +7,17 @@ has been submitted when the plan first waits; each value crosses each way at mos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from lowering.errors import HostOp, InternalError
+from lowering.nodes import sources
 from lowering.partition import Partition
 from lowering.region import Region
-from lowering.segments import DEVICE, Segment
+from lowering.segments import DEVICE, HOST, Segment
 
 
 @dataclass(frozen=True)
@@ -163,16 +165,8 @@ class _Scheduler:
     def plan(self) -> Plan:
         """Build the plan."""
         captured = self._partition.captured
-        pending = list(self._partition.segments)
-        while pending:
-            ready = [s for s in pending if s.space == DEVICE and self._is_ready(s)]
-            # No region can be submitted any more: now, and only now, the plan may wait.
-            ready = ready or [s for s in pending if self._is_ready(s)][:1]
-            if not ready:
-                raise InternalError(f"segments wait for each other: {[s.name for s in pending]}")
-            for segment in ready:
-                self._schedule(segment)
-                pending.remove(segment)
+        for segment in self._in_order():
+            self._schedule(segment)
         returned = [o for o in captured.outputs if isinstance(o, fx.Node)]
         for node in returned:
             self._need_scalar(node)
@@ -196,14 +190,31 @@ class _Scheduler:
             kept=frozenset(n.name for n in captured.kept),
         )
 
-    def _is_ready(self, segment: Segment) -> bool:
-        known = self._on_host | self._on_device
-        return all(self._is_known(n, known) for n in segment.inputs)
+    def _in_order(self) -> Iterator[Segment]:
+        """Give the segments in the order in which they run: those of the device that can, first.
 
-    def _is_known(self, node: fx.Node, known: set[fx.Node]) -> bool:
-        if node in self._scalars and node not in known:
-            return all(self._is_known(n, known) for n in node.all_input_nodes)
-        return node in known
+        Only when no region can be submitted any more may the plan wait.
+        """
+        segments, scalars = self._partition.segments, self._scalars
+        makers = {n: i for i, s in enumerate(segments) for n in s.nodes if n not in scalars}
+        awaited = [{makers[n] for n in sources(s.inputs, makers)} for s in segments]
+        followers: list[list[int]] = [[] for _ in segments]
+        for i, before in enumerate(awaited):
+            for j in before:
+                followers[j].append(i)
+        ready: dict[str, list[int]] = {DEVICE: [], HOST: []}
+        fresh = [i for i, before in enumerate(awaited) if not before]
+        for _ in segments:
+            for i in fresh:
+                heapq.heappush(ready[segments[i].space], i)
+            if not any(ready.values()):
+                waiting = [s.name for s, before in zip(segments, awaited, strict=True) if before]
+                raise InternalError(f"segments wait for each other: {waiting}")
+            done = heapq.heappop(ready[DEVICE] or ready[HOST])
+            yield segments[done]
+            for i in followers[done]:
+                awaited[i].remove(done)
+            fresh = [i for i in followers[done] if not awaited[i]]
 
     def _schedule(self, segment: Segment) -> None:
         if segment.space == DEVICE:

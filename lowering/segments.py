@@ -9,6 +9,7 @@ different segments, so that independent regions can overlap.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from typing import TypeAlias, TypeVar
 
 from torch import fx
 
-from lowering.nodes import VIEW_OPS, has_effect, is_one_of, is_scalar, is_subgraph
+from lowering.nodes import VIEW_OPS, has_effect, is_one_of, is_scalar, is_subgraph, sources
 
 DEVICE, HOST = "device", "host"
 
@@ -52,6 +53,7 @@ class Segment:
         """Nodes of the segment whose values, or sizes, somebody outside reads."""
         own = set(self.nodes)
 
+        @functools.cache
         def is_read_outside(node: fx.Node) -> bool:
             return any(
                 user not in own or (is_scalar(user) and is_read_outside(user))
@@ -93,14 +95,7 @@ def _dependencies(
     parents: dict[fx.Node, list[fx.Node]] = {}
     last_effect: fx.Node | None = None
     for node in nodes:
-        found: dict[fx.Node, None] = {}
-        stack = list(node.all_input_nodes)
-        while stack:
-            parent = stack.pop()
-            if parent in space:
-                found[parent] = None
-            elif parent.op == "call_function":
-                stack += parent.all_input_nodes
+        found = dict.fromkeys(sources(node.all_input_nodes, space))
         if has_effect(node):
             if last_effect is not None:
                 found[last_effect] = None

@@ -10,6 +10,7 @@ from lowering.nodes import (
     VIEW_OPS,
     draws_random_numbers,
     is_one_of,
+    sources,
     view_root,
 )
 from lowering.partition import Partition
@@ -109,13 +110,9 @@ def _may_fail_first(value: fx.Node, awaited: set[str], parts: Partition) -> bool
 def _before(segment: Segment, makers: dict[fx.Node, Segment]) -> set[str]:
     """Name the segments that a segment waits for."""
     found: set[str] = set()
-    stack = list(segment.inputs)
+    stack = [segment]
     while stack:
-        node = stack.pop()
-        maker = makers.get(node)
-        if maker is None:
-            stack += node.all_input_nodes  # a number
-        elif maker.name not in found:
-            found.add(maker.name)
-            stack += maker.inputs
+        new = {makers[n].name: makers[n] for n in sources(stack.pop().inputs, makers)}
+        stack += [maker for name, maker in new.items() if name not in found]
+        found |= new.keys()
     return found

@@ -104,7 +104,7 @@ def verify(
     That happens in worker processes with limits: a crash of the compiler is a failure of the entry.
     """
     cache = _cache()
-    entries = cache.entries()
+    entries = list(cache.entries())
     chosen = random.Random(seed).sample(entries, min(sample or len(entries), len(entries)))
     damaged = cache.damaged()
     for path in damaged:
@@ -138,7 +138,7 @@ def clear() -> None:
 def export_entries(file: Path) -> None:
     """Write all entries and denials into one zip file."""
     cache, denials = _cache(), _denials()
-    entries = cache.entries()
+    entries = list(cache.entries())
     try:
         with zipfile.ZipFile(file, "w", strict_timestamps=False) as archive:
             for path, _ in entries:

@@ -335,6 +335,18 @@ def new_values_everywhere(x: torch.Tensor) -> Any:
     return y, x[0], x.relu_()
 
 
+def views_that_the_device_reads(x: torch.Tensor) -> Any:
+    y = x + 1
+    a, b = y.split(2)
+    return y, y[1:3], y[1:3] * 2, a, b * 2
+
+
+def all_places_replaced(x: torch.Tensor, y: torch.Tensor) -> Any:
+    s = y.view(2, 10) + 1
+    new = torch.as_strided_scatter((x * 2).view(-1), s, (2, 10), (10, 1), 0)
+    return new, s, torch.as_strided_scatter((x * 3).view(-1), y.view(2, 10), (2, 10), (10, 1), 0)
+
+
 def views() -> tuple[torch.Tensor, ...]:
     base = data(40)
     return base[1:21].view(4, 5), base[17:37].view(4, 5)
@@ -369,6 +381,7 @@ ALIASES: dict[str, tuple[Callable[..., Any], Make]] = {
     "channels_last_changed": (lambda x: (x.relu_(), x + 1), image),
     "misaligned_changed": (lambda x, y: (x.mul_(x), x[1:]), views),
     "views_of_a_result": (lambda x: (lambda y: (y, y.t(), y[1], y.view(-1)))(x + 1), one),
+    "views_that_the_device_reads": (views_that_the_device_reads, one),
     "result_twice": (lambda x: (lambda y: (y, y, [y]))(x + 1), one),
     "clones": (lambda x: (x.clone(), x.clone(), x + 1), one),
     "clones_of_a_result": (lambda x: (lambda y: (y, y.clone(), y.clone()))(x + 1), one),
@@ -384,6 +397,8 @@ ALIASES: dict[str, tuple[Callable[..., Any], Make]] = {
     "sorted": (lambda x: x.sort(0), one),
     "scattered": (lambda x: x.index_put((torch.tensor([0, 2]),), torch.ones(2, 5)), one),
     "slice_replaced": (lambda x: torch.slice_scatter(x, torch.ones(2, 5), 0, 1, 3), one),
+    "all_replaced": (lambda x, y: torch.slice_scatter(x, y).view(-1), twice),
+    "all_places_replaced": (all_places_replaced, twice),
     "row_replaced": (lambda x: torch.select_scatter(x, x[0] + 1, 0, 2), one),
 }
 # fmt: on
@@ -533,6 +548,9 @@ STORAGE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "overlapping": lambda x: (x * 2).as_strided((3, 4), (2, 1), 1) + 1,
     "of another layout": lambda x: (x.t() * 2).as_strided((5,), (1,), 0) + 1,
     "written in part": lambda x: (x * 2).as_strided_scatter(x[:2, :2], (2, 2), (6, 1), 7) + 1,
+    "beside another piece": lambda x: (lambda a, b: a.as_strided((5,), (1,), 1) + b[0, :5])(
+        *(x * 2).split(2)
+    ),
     "channels-last": lambda x: (
         (x.reshape(1, 2, 3, 4) * 2)
         .to(memory_format=torch.channels_last)

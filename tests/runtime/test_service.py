@@ -30,6 +30,7 @@ from lowering import worker_process
 from lowering.bisect import Diagnosis, diagnose
 from lowering.denials import DenialRecord
 from lowering.errors import CancelledError, StageError, WorkerStartError
+from lowering.heal import _split
 from lowering.service import CompileService, Limits
 from lowering.stages import CompileOptions
 from lowering.worker import _LENGTHS
@@ -504,8 +505,11 @@ def test_what_takes_a_result_apart_stays_with_it() -> None:
     both = graph.call_function(torch.ops.aten.topk.default, (x, 1))
     other = graph.call_function(torch.ops.aten.relu.default, (x,))
     first = graph.call_function(operator.getitem, (both, 0))
-    found, _ = diagnosed([both, other, first], lambda part: both in part or first in part)
+    nodes = [both, other, first]
+    found, _ = diagnosed(nodes, lambda part: both in part or first in part)
     assert list(found.blamed) == [both, first]
+    found, _ = diagnosed(nodes, lambda part: part.issuperset(nodes))
+    assert _split(nodes, [len(part) for part in found.parts]) == found.parts == [nodes[::2], [other]]
 
 
 def test_graphs_share_the_workers_of_a_process(counts: Counter[str]) -> None:

@@ -101,6 +101,7 @@ def _values(graph: fx.GraphModule, x: Tensor) -> dict[fx.Node, object]:
         (lambda x: x.clamp(0, 9), None),  # of NaN it is NaN
         (lambda x: x.clamp(0, 9).long(), (-(1 << 63), (1 << 63) - 1)),
         (lambda x: torch.arange(200).to(torch.int8), (-128, 127)),
+        (lambda x: torch.arange(0.9, 4.9, dtype=torch.int64), (0, 3)),
     ],
 )
 def test_intervals_are_as_small_as_indices_need(

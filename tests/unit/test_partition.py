@@ -1,0 +1,42 @@
+"""A graph is cut and scheduled in the order of its size, whatever its sizes are computed of."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lowering.capabilities import load_capabilities
+from lowering.capture import capture_aot
+from lowering.nodes import draws_random_numbers
+from lowering.partition import Partition, partition
+from lowering.plan import build_plan
+from lowering.region import extract_region
+
+
+def cut(graph_module: torch.fx.GraphModule) -> Partition:
+    return partition(capture_aot(graph_module), load_capabilities("npu-local.toml"))
+
+
+def test_a_size_that_many_sizes_are_computed_of_is_looked_at_once() -> None:
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        n, m = x.shape[0], y.shape[0]
+        for _ in range(80):
+            n, m = n + m, n
+        return torch.lgamma(x * n) * x.exp() * m
+
+    parts = cut(make_fx(function, tracing_mode="symbolic")(torch.randn(5), torch.randn(7)))
+    plan = build_plan(parts, [extract_region(s, ()) for s in parts.regions])
+    assert sorted(s.space for s in parts.segments) == ["device", "device", "device", "host"]
+    assert len(plan.scalars) > 80
+
+
+def test_assertions_need_no_order_among_random_numbers() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            torch._assert_async((x < 9).all(), "large")
+            x = x.exp() + torch.rand(4)
+        return x
+
+    parts = cut(make_fx(function, tracing_mode="fake")(torch.randn(4)))
+    drawn = [[n for n in s.nodes if draws_random_numbers(n)] for s in parts.segments]
+    assert sorted(map(len, drawn))[-2:] == [0, 4], "all of them at once, before the device runs"
