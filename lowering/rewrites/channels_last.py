@@ -55,7 +55,7 @@ class ChannelsLast(Forms):
         given, rank = operand.meta["val"], node.meta["val"].ndim
         if statically_known_true(given.numel() == node.meta["val"].numel()):
             # To move an image with channels first costs what this is to save.
-            return self._repeated(operand)
+            return self._repeated(operand) if given.ndim == rank else None
         if operand in self.moved and given.ndim == rank:
             return self.moved[operand]
         return self.write(node, _aligned, self.as_plain(operand), rank)

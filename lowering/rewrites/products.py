@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -70,7 +70,8 @@ def _matrix(node: fx.Node) -> Arguments | None:
     is_of_bytes = source is not None and source.meta["val"].dtype == torch.int8
     matrix = source if is_of_bytes else factor
     if isinstance(matrix, fx.Node) and matrix.target is aten.permute.default:
-        return x, matrix.args[0], True
+        source, dims = cast(tuple[fx.Node, Sequence[int]], matrix.args)
+        return x, source, [dim % 2 for dim in dims] == [1, 0]  # or it moves nothing
     return (x, matrix, False) if is_of_bytes else None
 
 

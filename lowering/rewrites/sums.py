@@ -73,7 +73,8 @@ def _taken(node: fx.Node) -> Arguments | None:
     args: Sequence[Any] = [*node.args, *(None, False)[len(node.args) - 1 :]]
     x, dims, keepdim = args
     value = x.meta["val"]
-    if value.dtype != torch.float32 or node.kwargs.get("dtype") not in (None, torch.float32):
+    is_wide = value.dtype == torch.float32 and node.kwargs.get("dtype") in (None, torch.float32)
+    if not is_wide or not value.dim():
         return None
     every = dims or range(value.dim())
     return x, sorted(d % value.dim() for d in every), keepdim, node.target in _MEANS

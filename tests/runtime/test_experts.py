@@ -116,3 +116,15 @@ def test_pytorchs_own_op_and_its_gradients() -> None:
         result.backward(torch.randn(result.shape, generator=generator).bfloat16())
         outcomes.append([result.detach(), *(leaf.grad for leaf in leaves)])
     assert_same(*outcomes[::-1])
+
+
+def test_of_any_number_of_matrices_some_are_chosen(counts: Counter[str]) -> None:
+    x, matrices, chosen = torch.randn(4, 3, 32), torch.randn(6, 32, 64), torch.tensor([5, 0, 2, 2])
+    torch._dynamo.mark_dynamic(matrices, 0)
+
+    def function(x: torch.Tensor, matrices: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x, matrices[chosen])
+
+    given = x, matrices, chosen
+    assert_same(torch.compile(function, backend="npu_iree")(*given), function(*given))
+    assert counts["refused_flags"] == 0

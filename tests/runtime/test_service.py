@@ -509,7 +509,9 @@ def test_what_takes_a_result_apart_stays_with_it() -> None:
     found, _ = diagnosed(nodes, lambda part: both in part or first in part)
     assert list(found.blamed) == [both, first]
     found, _ = diagnosed(nodes, lambda part: part.issuperset(nodes))
-    assert _split(nodes, [len(part) for part in found.parts]) == found.parts == [nodes[::2], [other]]
+    assert (
+        _split(nodes, [len(part) for part in found.parts]) == found.parts == [nodes[::2], [other]]
+    )
 
 
 def test_graphs_share_the_workers_of_a_process(counts: Counter[str]) -> None:

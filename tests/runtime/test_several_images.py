@@ -56,6 +56,10 @@ MADE: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch
     "one image again and again": lambda x, w: (x[:1, :32].expand(8, -1, -1, -1), w),
     "one panel": lambda x, w: (x[:, :32], w[:32]),
     "some features": lambda x, w: (torch.cat([x, x])[4:12, :32], torch.cat([w, w])[32:96]),
+    "padded before at its end": lambda x, w: (
+        F.pad(F.conv2d(x[:, :32], w[:32]).relu(), (0, 1, 0, 1)),
+        w,
+    ),
     "flipped": lambda x, w: (x[:, 16:].flip(2), w.flip(0)),
 }
 

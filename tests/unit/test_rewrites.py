@@ -314,6 +314,18 @@ def test_another_order_is_made_of_channels_last() -> None:
     torch.testing.assert_close(Dense(rewritten).run(x, weight), network(x, weight))
 
 
+@pytest.mark.parametrize("sizes", [(6, 6, 5), (6, 5)])
+def test_what_has_fewer_dimensions_and_as_many_numbers(sizes: tuple[int, ...]) -> None:
+    x, c = torch.randn(1, 3, *sizes[-2:]), torch.randn(6)
+    weight = torch.randn(6 if len(sizes) == 3 else 1, 3, 1, 1)
+
+    def network(x: torch.Tensor, c: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.conv2d(x, weight) * c.view(-1, *[1] * (len(sizes) - 1)).expand(sizes)
+
+    rewritten = rewrite(graph_of(network, x, c, weight), TARGET)
+    torch.testing.assert_close(Dense(rewritten).run(x, c, weight), network(x, c, weight))
+
+
 @pytest.mark.sweep
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.sampled_from(sorted(STEPS)), max_size=5), st.booleans(), st.data())
@@ -424,6 +436,11 @@ def test_sums_of_sums(data: st.DataObject) -> None:
             assert count <= 8
 
 
+def test_a_sum_of_no_dimensions_is_left_as_it_is() -> None:
+    graph = graph_of(lambda x: [x.sum(0), x.mean(-1)], torch.tensor(2.0))
+    assert rewrite(graph, TARGET) is graph
+
+
 def test_a_target_lists_its_rewrites() -> None:
     x, weight = torch.randn(1, 4, 9), torch.randn(4, 4, 3)
     graph = graph_of(torch.conv1d, x, weight)
@@ -471,6 +488,12 @@ def test_a_product_of_one_row_reads_its_matrix_by_rows(
     rewritten = rewrite(graph_of(product, *args), TARGET)
     assert ("aten.mv.default" in ops(rewritten)) == is_rewritten
     assert_same(rewritten(*args), product(*args))
+
+
+def test_a_matrix_whose_dimensions_stay_in_place_is_not_transposed() -> None:
+    x, weight = torch.randn(1, 5), torch.randn(5, 5)
+    rewritten = rewrite(graph_of(lambda x, w: x @ w.permute(0, 1), x, weight), TARGET)
+    assert_same(rewritten(x, weight), x @ weight)
 
 
 @settings(max_examples=60, deadline=None)

@@ -246,10 +246,13 @@ class _Program:
         if [load.name, *(op.name for op in others)] != [LOAD, STORE, "func.return"]:
             return None
         store, _ = others
-        begin = [0, *(before for before, _ in self.mark.padding), 0]
+        begin, end = ([0, *amounts, 0] for amounts in zip(*self.mark.padding, strict=True))
         if not (is_whole(load) and is_at(store, begin)):
             return None
-        return padded.owner.operands[place_of(padded.owner, load.operands[0])]
+        source = padded.owner.operands[place_of(padded.owner, load.operands[0])]
+        sizes = zip(source.type.shape, begin, end, strict=True)
+        # What was padded before is padded at once by IREE, and by more than the mark knows of.
+        return source if list(map(sum, sizes)) == list(padded.type.shape) else None
 
     def write(self) -> None:
         """Write the loops, and what follows the convolution as of their tiles."""

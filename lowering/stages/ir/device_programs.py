@@ -202,7 +202,7 @@ def argument_of(value: Any) -> Any:
 
 
 def is_at(op: Any, begin: Sequence[int]) -> bool:
-    """Say whether a load or store of known sizes begins there, and has all up to its end."""
+    """Say whether a load or store of known sizes begins there: of all up to the end, or less."""
     *_, whole, _, _, _ = segments_of(op)
     return not whole and _is_from(op, begin)
 

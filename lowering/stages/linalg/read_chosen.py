@@ -191,6 +191,8 @@ def _product_of(op: Any, block: tuple[int, int]) -> _Product | None:
     shapes, (x, w, start) = shapes_of(op), op.operands
     if shapes is None or not is_zeros(start) or (choice := _choice_of(w)) is None:
         return None
+    if not choice.matrices.type.has_static_shape:
+        return None
     (count, m, k), n = shapes[0], shapes[1][-1]
     groups = choice.matrices.type.shape[0]
     if 0 in (count, m, k, n, groups) or not (is_weight(choice.matrices) or count >= groups):
