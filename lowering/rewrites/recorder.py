@@ -85,7 +85,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes: dict[Any, fx.Node | tuple[fx.Node, int]] = {}  # by their expressions
         # What a size is computed of -> the size, and what it is more than so many times that.
         self._parts: dict[Any, tuple[Any, int, int]] = {}
-        self._seen = 0  # nodes of the graph whose sizes are in there
+        self._last: fx.Node | None = None  # up to which the sizes are in there
 
     def record(self, function: Callable[..., Any], args: Any, meta: Mapping[str, Any]) -> Any:
         """Call a function.
@@ -166,9 +166,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         symbolic = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
         if symbolic is None:
             return None
-        new = list(itertools.islice(self.graph.nodes, self._seen, None))
-        self._seen += len(new)
-        for node in new:
+        nodes = reversed(self.graph.nodes)  # type: ignore[arg-type]
+        new = list(itertools.takewhile(lambda node: node is not self._last, nodes))
+        self._last = new[0] if new else self._last
+        for node in reversed(new):
             value = node.meta.get("val")
             if isinstance(value, torch.SymInt):
                 self._learn(value.node.expr, node)

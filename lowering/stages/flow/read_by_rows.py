@@ -102,20 +102,25 @@ def mark_few_rows(function: Any) -> None:
     at load, it is read as one stream; in training it is an argument, and would be packed in each
     call, which takes several times as long as to read it.
     """
+    seen = set[Any]()
     for op in list(function.regions[0].blocks[0].operations):
         found = _product_of(op)
         if found is not None and found[0].can_be_read():
             product, arguments = found
-            _read_by_as_many(replace_by(op, product.as_reduction(), arguments))
+            _read_by_as_many(replace_by(op, product.as_reduction(), arguments), seen)
 
 
-def _read_by_as_many(value: Any) -> None:
+def _read_by_as_many(value: Any, seen: set[Any]) -> None:
     """Put a barrier before what repeats a product, as it is or after other ops.
 
     IREE would have it in the product's program, in a loop that the product's tiles leave whole
     ("large vector sizes"): the gradient of `linear(x[:, 0])`, say, among zeros for all of `x`.
+
+    Args:
+        value: the product.
+        seen: what has been followed, of it or of another.
     """
-    values, seen = [value], [value]
+    values = [value]
     while values:
         value = values.pop()
         for use in list(value.uses):
@@ -125,9 +130,8 @@ def _read_by_as_many(value: Any) -> None:
             if any(_size(result) > _size(value) for result in user.results):
                 put_barriers(user, [use.operand_number])
             else:
-                new = [result for result in user.results if result not in seen]
-                values += new
-                seen += new
+                values += [result for result in user.results if result not in seen]
+                seen.update(user.results)
 
 
 def _size(value: Any) -> int:
