@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from lowering.decompositions.halves import HALVES
+
 aten = torch.ops.aten
 _PREFIX = "_foreach_"
 
@@ -14,9 +16,14 @@ _PREFIX = "_foreach_"
 def _plus_scaled(
     combine: Callable[[Any, torch.Tensor], torch.Tensor],
 ) -> Callable[..., torch.Tensor]:
-    """Give `addcdiv` or `addcmul` by a value that may be a tensor, in eager's order."""
+    """Give `addcdiv` or `addcmul` by a value that may be a tensor, in eager's order.
+
+    Halves are rounded once.
+    """
 
     def op(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, value: Any = 1) -> torch.Tensor:
+        if x.dtype in HALVES and x.dtype is a.dtype is b.dtype:
+            return op(x.float(), a.float(), b.float(), value).to(x.dtype)
         return x + combine(value * a, b)
 
     return op

@@ -1,8 +1,11 @@
 """Ops on halves that PyTorch computes in floats, and torch-mlir in halves.
 
 A sum of a thousand elements in bf16 loses its last hundreds, a running one stands still; a power or
-a remainder loses digits, and 0.1 is 0.1001 in bf16. So they are computed in f32, as PyTorch's
-kernels do, and rounded once.
+a remainder loses digits. So they are computed in f32, as PyTorch's kernels do, and rounded once.
+
+What is no half beside halves is first rounded to it (0.1 is 0.1001 in bf16), but for what is
+multiplied or divided by, and in means.
+Source: `binary_kernel_reduced_floating_vec_opmath_support` in PyTorch's BinaryOpsKernel.cpp.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+
+from lowering.decompositions.promotion import promoted
 
 aten = torch.ops.aten
 HALVES = (torch.float16, torch.bfloat16)
@@ -37,13 +42,14 @@ IN_FLOATS: tuple[torch._ops.OpOverload, ...] = (
     aten.cos.default,
     aten.cumprod.default,
     aten.cumsum.default,
-    aten.div.Tensor_mode,
     aten.elu.default,
     aten.exp2.default,
     aten.floor_divide.default,
     aten.fmod.Tensor,
     aten.hypot.default,
     aten.leaky_relu.default,
+    aten.lerp.Scalar,
+    aten.lerp.Tensor,
     aten.linalg_vector_norm.default,
     aten.log10.default,
     aten.logaddexp.default,
@@ -62,16 +68,21 @@ IN_FLOATS: tuple[torch._ops.OpOverload, ...] = (
     aten.sum.default,
     aten.sum.dim_IntList,
     aten.tan.default,
+    aten.var.correction,
+    aten.var_mean.correction,
 )
 
 # So are these where the number that they take is no half; sums take the half next to it.
 WITH_NUMBERS: tuple[torch._ops.OpOverload, ...] = (
     aten.div.Scalar,
     aten.div.Tensor,
-    aten.lerp.Scalar,
     aten.mul.Scalar,
     aten.mul.Tensor,
 )
+
+_OF_FLOATS = frozenset({aten.mean.default, aten.mean.dim})
+_BY_FLOATS = frozenset({aten.div.Tensor_mode, aten.floor_divide.default, *WITH_NUMBERS})
+_TO_HALVES = frozenset({aten.pow.Scalar, aten.pow.Tensor_Scalar})  # numbers of Python, too
 
 
 def with_halves(
@@ -85,6 +96,7 @@ def with_halves(
     return {
         **{op: _widening(op, table.get(op)) for op in IN_FLOATS},
         **{op: _widening(op, table.get(op), with_number=True) for op in WITH_NUMBERS},
+        aten.div.Tensor_mode: _dividing(table.get(aten.div.Tensor_mode)),
     }
 
 
@@ -92,20 +104,41 @@ def _widening(
     op: Any, otherwise: Decomposition | None, *, with_number: bool = False
 ) -> Decomposition:
     def decomposed(*args: Any, **kwargs: Any) -> Any:
-        half = _half(pytree.tree_leaves((args, kwargs)))
+        dtype = kwargs.get("dtype")
+        half = _half(pytree.tree_leaves((args, kwargs)), dtype)
         if half is None or (with_number and not any(_is_finer(arg, half) for arg in args[1:])):
             return otherwise(*args, **kwargs) if otherwise else NotImplemented
-        dtype = kwargs.get("dtype")
         if dtype in HALVES:
             kwargs = {**kwargs, "dtype": None}
-        result = op(*pytree.tree_map_only(torch.Tensor, _in_floats, args), **kwargs)
-        return result.to(dtype or half)
+        results = op(*_in_floats(op, half, args), **kwargs)
+        return pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype or half), results)
 
     return decomposed
 
 
-def _half(leaves: list[Any]) -> torch.dtype | None:
+def _dividing(otherwise: Decomposition | None) -> Decomposition:
+    """Return a decomposition of quotients that are truncated: eager rounds those of tensors before.
+
+    Before: %1 = aten.div.Tensor_mode(%0, %y, "trunc")                with %0 and %y of bf16
+    After:  %1 = trunc(convert(%0 / %y, bf16))                          computed in f32
+    """
+    widening = _widening(aten.div.Tensor_mode, otherwise)
+
+    def decomposed(x: Any, y: Any, *, rounding_mode: str | None = None) -> Any:
+        is_rounded = isinstance(y, torch.Tensor) and y.dim() > 0
+        half = torch.result_type(x, y)
+        if rounding_mode == "trunc" and is_rounded and half in HALVES:
+            x, y = (operand.float() for operand in promoted(x, y))
+            return torch.trunc((x / y).to(half).float()).to(half)
+        return widening(x, y, rounding_mode=rounding_mode)
+
+    return decomposed
+
+
+def _half(leaves: list[Any], asked: torch.dtype | None) -> torch.dtype | None:
     """Return the half that an op of floats is computed in: one of no dimensions is a number beside.
+
+    Or the one that is asked for.
 
     Source: https://docs.pytorch.org/docs/stable/tensor_attributes.html#type-promotion-doc.
     """
@@ -113,6 +146,8 @@ def _half(leaves: list[Any]) -> torch.dtype | None:
     floats = [t for t in tensors if t.is_floating_point()]
     if any(isinstance(leaf, complex) for leaf in leaves) or any(t.is_complex() for t in tensors):
         return None
+    if asked in HALVES:
+        return asked
     of_dimensions = {t.dtype for t in floats if t.dim()} or {t.dtype for t in floats}
     if len(of_dimensions) != 1:
         return None
@@ -132,9 +167,26 @@ def _is_finer(factor: Any, half: torch.dtype) -> bool:
     return not is_normal or math.frexp(factor)[0] * 2 / info.eps % 1 != 0
 
 
-def _in_floats(tensor: torch.Tensor) -> torch.Tensor:
-    """Return any float as f32: beside a double without dimensions, ops are computed in doubles."""
-    return tensor.float() if tensor.is_floating_point() else tensor
+def _in_floats(op: Any, half: torch.dtype, args: tuple[Any, ...]) -> list[Any]:
+    """Return what an op takes as f32, rounded to halves where eager rounds it."""
+
+    def in_floats(place: int, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return _rounded(value, half) if op in _TO_HALVES else value
+        is_kept = op in _OF_FLOATS or (op in _BY_FLOATS and place > 0 and not value.dim())
+        return (value if is_kept else value.to(half)).float()
+
+    return [in_floats(place, value) for place, value in enumerate(args)]
+
+
+def _rounded(number: Any, half: torch.dtype) -> Any:
+    """Round a number that is known to the nearest half; one beyond them is infinite."""
+    if not isinstance(number, (int, float)) or not 0 < abs(number) < math.inf:
+        return number
+    info = torch.finfo(half)
+    step = max(math.ldexp(info.eps, math.frexp(number)[1] - 1), info.tiny * info.eps)
+    nearest = round(number / step) * step
+    return type(number)(nearest) if abs(nearest) <= info.max else math.copysign(math.inf, number)
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:

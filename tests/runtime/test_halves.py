@@ -53,6 +53,32 @@ NUMBERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "of integers": lambda x: (x * 8).int() * x[0, 0] * 0.1,
 }
 
+# Of halves, integers and halves up to 40000. Eager rounds what is no half beside halves, but for
+# divisors, and computes in floats; it does so for what is asked for in halves, too.
+ROUNDED: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "rest by a float": lambda x, n, w: torch.remainder(x, torch.tensor(0.7)),
+    "rest of sizes by a float": lambda x, n, w: torch.fmod(x, torch.tensor(0.7)),
+    "to a float": lambda x, n, w: torch.pow(x, torch.tensor(3.3)),
+    "to a number": lambda x, n, w: x**3.3,
+    "of a number": lambda x, n, w: 0.7**x,
+    "of a number that is too large": lambda x, n, w: 1e39**x,
+    "rest of integers": lambda x, n, w: torch.remainder(n, x),
+    "integers to halves": lambda x, n, w: torch.pow(n, x),
+    "integers, rounded down": lambda x, n, w: torch.div(n, x, rounding_mode="floor"),
+    "rounded down": lambda x, n, w: torch.div(x, torch.tensor(0.7), rounding_mode="floor"),
+    "truncated": lambda x, n, w: torch.div(w, x, rounding_mode="trunc"),
+    "truncated, by a float": lambda x, n, w: torch.div(x, torch.tensor(0.7), rounding_mode="trunc"),
+    "between": lambda x, n, w: torch.lerp(-w, w, 0.25),
+    "between, by tensors": lambda x, n, w: torch.lerp(-w, w, x),
+    "products added": lambda x, n, w: torch._foreach_addcmul([-w], [x], [x], value=7)[0],
+    "mean beside a variance": lambda x, n, w: torch.var_mean(w)[1],
+    "mean of integers": lambda x, n, w: n.mean(dtype=x.dtype),
+    "sum of floats": lambda x, n, w: (n % 2 * 0.3).sum(dtype=x.dtype),
+    "sum of truths": lambda x, n, w: (n > 0).expand(40, -1).sum(dtype=x.dtype),
+    "running sum of integers": lambda x, n, w: (n % 4).cumsum(0, dtype=x.dtype),
+    "product of floats": lambda x, n, w: (n[:9] * 0.1).prod(dtype=x.dtype),
+}
+
 HALVES = [torch.float16, torch.bfloat16]
 Conv = torch.nn.Conv2d
 CONVOLUTIONS: dict[str, tuple[torch.nn.Module, tuple[int, ...]]] = {
@@ -88,6 +114,28 @@ def test_numbers_are_as_fine_as_in_eager(name: str, dtype: torch.dtype) -> None:
     x = torch.linspace(-4, 4, 256).view(4, 64).to(dtype)
     ours = torch.compile(NUMBERS[name], backend="npu_iree")(x)
     torch.testing.assert_close(ours, NUMBERS[name](x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_what_is_no_half_is_rounded_where_eager_rounds_it(
+    dtype: torch.dtype, counts: Counter[str]
+) -> None:
+    def function(*given: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: of(*given) for name, of in ROUNDED.items()}
+
+    x, wide = (torch.linspace(*ends, 1501).to(dtype) for ends in ((0.1, 100), (2, 40000)))
+    given = x, torch.arange(1501) * 3 + 7, wide
+    found = torch.compile(function, backend="npu_iree", dynamic=False)(*given)
+    for name, expected in function(*given).items():
+        torch.testing.assert_close(
+            found[name],
+            expected,
+            rtol=torch.finfo(dtype).eps,
+            atol=0,
+            equal_nan=True,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
+    assert counts["host_ops"] == 0
 
 
 @pytest.mark.parametrize("dtype", HALVES)
