@@ -27,9 +27,10 @@ def div_mode(x: Operand, y: Operand, *, rounding_mode: str | None = None) -> Any
     if rounding_mode and not are_floats(x, y) and not isinstance(y, torch.Tensor) and y == 0:
         x, y = promoted(x, y)  # which is checked, and so is eager's error
     if rounding_mode == "trunc" and _may_overflow(x, y):
+        x, y = promoted(x, y)
         with _OURS:
             quotient = torch.div(x, _without_minus_one(y), rounding_mode="trunc")
-        return torch.where(y == -1, -x, quotient)  # type: ignore[arg-type]
+        return torch.where(y == -1, -x, quotient)
     if rounding_mode == "trunc" and not isinstance(y, torch.Tensor) and are_floats(x, y):
         return torch.div(*promoted(x, y), rounding_mode="trunc")  # torch-mlir rounds it to f32
     if rounding_mode != "floor":

@@ -21,6 +21,7 @@ OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "atan2": torch.atan2,
     "copysign": torch.copysign,
     "div": torch.div,
+    "div, truncated": lambda a, b: torch.div(a, b, rounding_mode="trunc"),
     "div, rounded down": lambda a, b: torch.div(a, b, rounding_mode="floor"),
     "fmod": torch.fmod,
     "hypot": torch.hypot,
