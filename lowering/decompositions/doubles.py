@@ -17,6 +17,7 @@ _ATAN = [Fraction((-1) ** i, 2 * i + 1) for i in range(13)]
 # Source: M. Abramowitz, I. Stegun, Handbook of Mathematical Functions, 1964, 7.1.6.
 _ERF = [Fraction(2**i, math.prod(range(1, 2 * i + 2, 2))) for i in range(60)]
 _ERF_SMALL = 3.0  # up to which the series is taken
+_LARGEST_POWER = 308  # of ten
 _ERFC_LEVELS = 24  # of the continued fraction beyond
 
 
@@ -53,6 +54,17 @@ def log2(x: torch.Tensor) -> torch.Tensor:
     log = torch.log(x) * (1 / math.log(2))
     whole = torch.round(log)
     return torch.where(torch.exp2(whole) == x, whole, log)
+
+
+def log10(x: torch.Tensor) -> torch.Tensor:
+    """Compute the logarithm to the base 10: of the power next to a number, and of what is left."""
+    log = torch.log(x) * (1 / math.log(10))
+    whole = torch.where(torch.abs(log) < _LARGEST_POWER, torch.round(log), 0)
+    size, power = torch.abs(whole).to(torch.int64), torch.ones_like(x)
+    for bit in range(_LARGEST_POWER.bit_length()):
+        power = torch.where((size >> bit) % 2 == 1, power * 10.0 ** (2**bit), power)
+    rest = torch.where(whole < 0, x * power, x / power)
+    return whole + torch.log(rest) * (1 / math.log(10))
 
 
 def erf(x: torch.Tensor) -> torch.Tensor:

@@ -194,7 +194,7 @@ def addcmul(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, value: Any = 1
 @_of_reals
 def log10(x: torch.Tensor) -> torch.Tensor:
     """Decompose `aten.log10`, which the CPU back end does not have."""
-    return torch.log(x) * (1 / math.log(10))
+    return doubles.log10(x) if x.dtype is torch.float64 else torch.log(x) * (1 / math.log(10))
 
 
 def angle(x: torch.Tensor) -> Any:
