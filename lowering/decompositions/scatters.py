@@ -61,7 +61,8 @@ def diagonal_scatter(
     row = torch.arange(rows, device=x.device).unsqueeze(-1)
     column = torch.arange(columns, device=x.device)
     first = max(0, -offset)
-    by_row = aten.constant_pad_nd.default(source, [first, rows - first - source.shape[-1]], 0)
+    around = [first, rows - first - source.shape[-1]]
+    by_row = aten.constant_pad_nd.default(source.to(x.dtype), around, 0)
     chosen = torch.where(column - row == offset, by_row.unsqueeze(-1), moved)
     return chosen.movedim((-2, -1), (dim1, dim2)).contiguous()
 
@@ -78,14 +79,19 @@ def scatter_number(x: torch.Tensor, dim: int, index: torch.Tensor, number: float
     """Decompose `aten.scatter.value` into a tensor of one element, which IREE leaves zero."""
     if x.dim() != 1 or x.shape[0] != 1:
         return NotImplemented
-    return torch.where((index == 0).any(), torch.full_like(x, number), x)
+    return torch.where(_is_inside(index).any(), torch.full_like(x, number), x)
 
 
 def scatter(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
     """Decompose `aten.scatter.src` of one element into one, as `scatter_number`."""
     if x.dim() != 1 or x.shape[0] != 1 or index.shape[0] != 1:
         return NotImplemented
-    return torch.where(index == 0, source[:1], x)
+    return torch.where(_is_inside(index), source[:1], x)
+
+
+def _is_inside(index: torch.Tensor) -> torch.Tensor:
+    """Look places up in a tensor of one element: that is checked, and true of all that is right."""
+    return torch.index_select(index.new_ones([1]), 0, index) > 0
 
 
 def _order(flat: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,25 @@
-"""The gradients of weights that are a direction times a length."""
+"""Weights that are a direction times a length, and their gradients.
+
+Of a vector, each element has a length: there are no other dimensions, and a sum over none would be
+one over all.
+"""
 
 from __future__ import annotations
 
 import torch
+from torch._decomp import decompositions
 
 aten = torch.ops.aten
+
+
+def weight_norm(
+    v: torch.Tensor, g: torch.Tensor, dim: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decompose `aten._weight_norm_interface` of a vector, and else as PyTorch does."""
+    if v.dim() > 1:
+        return decompositions._weight_norm_interface(v, g, dim)  # type: ignore[no-any-return]
+    norms = torch.abs(v)
+    return v * (g / norms), norms
 
 
 def weight_norm_backward(
@@ -25,8 +40,13 @@ def weight_norm_backward(
     """
     others = [d for d in range(v.dim()) if d != dim]
     unit = v / norms
-    along = torch.sum(gradient * unit, others, True)
+    along = gradient * unit
+    if others:
+        along = torch.sum(along, others, True)
     return (g / norms) * (gradient - along * unit), along
 
 
-DECOMPOSITIONS = {aten._weight_norm_interface_backward.default: weight_norm_backward}
+DECOMPOSITIONS = {
+    aten._weight_norm_interface.default: weight_norm,
+    aten._weight_norm_interface_backward.default: weight_norm_backward,
+}

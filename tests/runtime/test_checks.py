@@ -49,6 +49,10 @@ OPS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], list[int], list[int]]] 
     "index_copy": (lambda w, i: w.index_copy(0, i, -w[:1]), [0, 5], [-1, 6, FAR]),
     "index_fill": (lambda w, i: w.index_fill(1, i, 9.0), [0, 3, -1, -4], [4, -5, FAR, -FAR]),
     "scatter": (lambda w, i: w.scatter(1, i.view(1, 1), 9.0), [0, 3], [-1, 4, FAR, -FAR]),
+    "scatter, into one": (lambda w, i: w[0, :1].scatter(0, i, 9.0), [0], [-1, 1, FAR]),
+    "scatter of one, into one": (
+        lambda w, i: w[0, :1].scatter(0, i, w[1, :1]), [0], [-1, 1, FAR, -FAR]
+    ),
     "scatter_add": (lambda w, i: w.scatter_add(0, i.view(1, 1), w), [0, 5], [-1, 6, FAR, -FAR]),
     "scatter_reduce": (
         lambda w, i: w.scatter_reduce(0, i.view(1, 1), w, "amax"), [0, 5], [-1, 6, FAR, -FAR]

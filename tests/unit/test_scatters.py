@@ -35,7 +35,7 @@ def test_a_diagonal_that_is_put(data: st.DataObject) -> None:
     first, second = data.draw(st.permutations([0, 1, 2]))[:2]
     offset = data.draw(st.integers(1 - x.shape[first], x.shape[second] - 1))
     arguments = (offset, first, second - data.draw(st.sampled_from([0, 3])))
-    source = torch.randn(torch.diagonal(x, *arguments).shape)
+    source = torch.randn(torch.diagonal(x, *arguments).shape, dtype=torch.float64)
     expected = aten.diagonal_scatter.default(x, source, *arguments)
     actual = scatters.diagonal_scatter(x, source, *arguments)
     torch.testing.assert_close(actual, expected)
@@ -80,10 +80,12 @@ def test_bags_and_their_gradients(data: st.DataObject) -> None:
 
 
 def test_gradients_of_a_norm_of_weights() -> None:
-    for dim in (0, 2):
-        v = torch.randn(4, 3, 5, requires_grad=True)
-        g = torch.randn([4, 1, 1] if dim == 0 else [1, 1, 5], requires_grad=True)
+    three = [4, 3, 5]
+    for dim, shape, lengths in ((0, three, [4, 1, 1]), (2, three, [1, 1, 5]), (0, [5], [5])):
+        v, g = (torch.randn(sizes, requires_grad=True) for sizes in (shape, lengths))
         weight, norms = aten._weight_norm_interface.default(v, g, dim)
+        ours = weight_norm.weight_norm(v, g, dim)
+        torch.testing.assert_close(ours, (weight, norms.view(g.shape)))
         gradient = torch.randn(weight.shape)
         expected = torch.autograd.grad(weight, (v, g), gradient)
         actual = weight_norm.weight_norm_backward(gradient, v, g, norms.view(g.shape), dim)
