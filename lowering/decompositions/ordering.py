@@ -12,9 +12,11 @@ from typing import Any, TypeAlias
 
 import torch
 
+from lowering.decompositions.narrow import lowest_bits
 from lowering.decompositions.promotion import are_floats, promoted
 
 aten = torch.ops.aten
+_OF_FEW_BITS = (torch.int16, torch.int32)  # bytes are compared in 32 bits, see `narrow`
 Number: TypeAlias = int | float
 
 
@@ -68,16 +70,20 @@ def hardtanh(x: torch.Tensor, low: Number = -1, high: Number = 1) -> Any:
 def compare(by_tensor: Any, x: torch.Tensor, number: Any) -> Any:
     """Decompose a comparison with a number: eager rounds it to the dtype that it compares in.
 
-    torch-mlir compares in double precision, where no float32 is 0.1.
+    torch-mlir compares in double precision, where no float32 is 0.1, and integers in 64 bits, where
+    eager has the lowest of the number.
 
     Before: %1 = aten.gt.Scalar(%0, 0.1)                                      with %0 of f32
     After:  %1 = aten.gt.Tensor(%0, scalar_tensor(0.1, dtype=f32))
     """
     dtype = torch.result_type(x, number)
-    is_rounded = dtype.is_floating_point and dtype is not torch.float64
-    if not is_rounded or not isinstance(number, (bool, int, float)):
+    if not isinstance(number, (bool, int, float)):
         return NotImplemented
-    return by_tensor(*promoted(x, number))
+    if dtype in _OF_FEW_BITS:
+        lowest = lowest_bits(number, dtype)
+        return NotImplemented if lowest == number else by_tensor(x, lowest)
+    is_rounded = dtype.is_floating_point and dtype is not torch.float64
+    return by_tensor(*promoted(x, number)) if is_rounded else NotImplemented
 
 
 def compare_tensors(op: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
