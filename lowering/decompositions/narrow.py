@@ -66,6 +66,9 @@ ELEMENTWISE: tuple[torch._ops.OpOverload, ...] = (
     aten.sub.Tensor,
 )
 
+# What has a number of more bits is left to eager, whose error it is.
+_REFUSING = frozenset({aten.clamp.default, aten.pow.Tensor_Scalar})
+
 # Their results are of eight bits where their first argument is, but for indices, and products of
 # all numbers. Signed bytes are widened where torch-mlir fails on them; others run as they are.
 OF_ONE_DTYPE: dict[torch._ops.OpOverload, Dtypes] = {
@@ -149,7 +152,7 @@ def _on_bytes(
 
 def _elementwise(op: Any) -> Decomposition:
     def decomposed(*args: Any, **kwargs: Any) -> Any:
-        if op is aten.clamp.default and any(_is_refused(bound, args[0]) for bound in args[1:]):
+        if op in _REFUSING and any(_is_refused(number, args[0].dtype) for number in args[1:]):
             return NotImplemented
         operands, dtype = _promoted(args)
         return _cut(op(*operands, **kwargs), dtype)
@@ -211,11 +214,13 @@ def _full_like(x: torch.Tensor, value: Any, *, dtype: torch.dtype | None = None,
         return NotImplemented
     if (dtype or x.dtype) is not torch.uint8:
         return torch.full_like(_widened(x), value, dtype=dtype)
+    if _is_refused(value, torch.uint8):
+        return NotImplemented
     return torch.full_like(_widened(x), _integer(value), dtype=_WIDE).to(torch.uint8)
 
 
 def _scalar_tensor(value: Any, *, dtype: torch.dtype | None = None, **_: Any) -> Any:
-    if dtype is not torch.uint8:
+    if dtype is not torch.uint8 or _is_refused(value, dtype):
         return NotImplemented
     return torch.full((), _integer(value), dtype=_WIDE).to(dtype)
 
@@ -270,8 +275,7 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(_WIDE) if tensor.dtype in _BOTH else tensor
 
 
-def _is_refused(bound: Any, x: torch.Tensor) -> bool:
+def _is_refused(number: Any, dtype: torch.dtype) -> bool:
     """Say whether eager raises an error for a number, since it has more than eight bits."""
-    least = -(2**_BITS) + 1 if x.dtype is torch.uint8 else torch.iinfo(torch.int8).min
-    most = torch.iinfo(x.dtype if x.dtype in _BOTH else torch.uint8).max
-    return isinstance(bound, int) and not least <= bound <= most
+    least = -(2**_BITS) + 1 if dtype is torch.uint8 else torch.iinfo(dtype).min
+    return isinstance(number, int) and not least <= number <= torch.iinfo(dtype).max

@@ -155,9 +155,14 @@ def test_signed_bytes(counts: Counter[str]) -> None:
     assert counts["host_ops"] == 0
 
 
-def test_a_bound_that_is_no_byte_is_eagers_error() -> None:
+@pytest.mark.parametrize(
+    "function", [lambda x: x.clamp(5, 300), lambda x: x**300, lambda x: torch.full_like(x, 300)]
+)
+def test_a_number_that_is_no_byte_is_eagers_error(
+    function: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     with pytest.raises(RuntimeError, match="without overflow"):
-        torch.compile(lambda x: x.clamp(5, 300), backend="npu_iree")(BYTES)
+        torch.compile(function, backend="npu_iree")(BYTES)
 
 
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
