@@ -301,6 +301,9 @@ def _weight_gradient(
         [F, C / groups, *kernel].
     """
     batch, rank = x.shape[0], x.dim() - 2
+    channels = x.shape[1] // groups
+    if isinstance(batch, int) and batch == 0:
+        return x.new_zeros([gradient.shape[1], channels, *kernel])
     if groups == x.shape[1] == gradient.shape[1] and is_static(x):
         count = batch * groups
         amounts = [amount for pad in reversed(padding) for amount in (pad, pad)]
@@ -311,8 +314,8 @@ def _weight_gradient(
         places = dilation, [0] * rank, stride, False, [0] * rank, count
         parts: torch.Tensor = aten.convolution.default(images, by, None, *places)
         return _cut(parts, kernel).reshape(batch, groups, 1, *kernel).sum(0)
-    by_group = x.reshape(batch, groups, -1, *x.shape[2:]).transpose(0, 2)
-    swapped = by_group.reshape(-1, groups * batch, *x.shape[2:])
+    by_group = x.reshape(batch, groups, channels, *x.shape[2:]).transpose(0, 2)
+    swapped = by_group.reshape(channels, groups * batch, *x.shape[2:])
     whole: torch.Tensor = aten.convolution.default(
         swapped,
         gradient.transpose(0, 1),

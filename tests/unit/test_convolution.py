@@ -60,6 +60,16 @@ def test_a_convolution_and_its_gradients(call: tuple[list[torch.Tensor], list[ob
         torch.testing.assert_close(of_any_size(*backward), eagers)
 
 
+def test_no_images_leave_grouped_weights_no_gradients() -> None:
+    x = torch.randn(0, 4, 5, 5)
+    for groups in (2, 4):
+        weight = torch.randn(8, 4 // groups, 3, 3)
+        places = [1, 1], [0, 0], [1, 1], False, [0, 0], groups
+        backward = (torch.randn(0, 8, 3, 3), x, weight, [8], *places, [True] * 3)
+        found = convolution.convolution_backward(*backward)
+        torch.testing.assert_close(found, aten.convolution_backward.default(*backward))
+
+
 def is_padded_by_more(
     weight: torch.Tensor,
     stride: Sequence[int],
