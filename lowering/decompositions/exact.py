@@ -154,11 +154,22 @@ def var_mean(
     return spread, torch.mean(x, list(dim or range(x.dim())), keepdim)
 
 
-def logspace(*args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-    """Keep `aten.logspace` of integers whole: a power that is a little too small loses one."""
-    if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+def logspace(
+    start: Any,
+    end: Any,
+    steps: int,
+    base: float = 10.0,
+    *,
+    dtype: torch.dtype | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Keep `aten.logspace` of integers whole: a power that is a little too small loses one.
+
+    And that of a negative base, which PyTorch's decomposition does not take.
+    """
+    if base < 0 or (dtype is not None and not (dtype.is_floating_point or dtype.is_complex)):
         return NotImplemented
-    return torch._refs.logspace(*args, dtype=dtype, **kwargs)
+    return torch._refs.logspace(start, end, steps, base, dtype=dtype, **kwargs)
 
 
 DECOMPOSITIONS = {

@@ -30,6 +30,19 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
         lambda x, i: (x.scatter(0, i, 3.0), x[0].scatter(0, i[0], 3.0), x.scatter(0, i, x + 1)),
         (torch.ones(1), torch.tensor([0])),
     ),
+    "integers that are compared with numbers of more bits": (
+        lambda x, y: (x == 65541, x < 40000, x >= 65536, y == 2**32 + 5, y < 2**31, y != -(2**32)),
+        (WHOLE.to(torch.int16), WHOLE.to(torch.int32)),
+    ),
+    "the least integer, divided in more bits": (
+        lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+        (torch.tensor([-(2**31), 7], dtype=torch.int32), torch.tensor([-1, 2])),
+    ),
+    "powers of ten": (
+        lambda x: torch.floor(torch.log10(x)),
+        (torch.tensor([10.0**power for power in range(-307, 309)], dtype=torch.float64),),
+    ),
+    "logspace of a negative base": (lambda x: x + torch.logspace(0, 3, 4, -2.0), (FLOATS,)),
     "truncation of doubles": (
         lambda x: torch.div(x, 0.1, rounding_mode="trunc"),
         (torch.tensor([1.0, 2.0, 0.5], dtype=torch.float64),),
