@@ -8,7 +8,7 @@ A number beside bytes is one, too: eager compares with the lowest eight bits of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
@@ -203,7 +203,7 @@ def _padded(otherwise: Decomposition | None) -> Decomposition:
 
 
 def _cat(tensors: list[torch.Tensor], dim: int = 0) -> Any:
-    if not _has(tensors, _BOTH):
+    if not _is_widened(tensors):
         return NotImplemented
     operands, dtype = _promoted(tensors)
     return _cut(torch.cat(operands, dim), dtype)
@@ -226,10 +226,16 @@ def _scalar_tensor(value: Any, *, dtype: torch.dtype | None = None, **_: Any) ->
 
 
 def _where(condition: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> Any:
-    if condition.dtype is not torch.bool or not _has((x, y), _BOTH):
+    if condition.dtype is not torch.bool or not _is_widened((x, y)):
         return NotImplemented
     operands, dtype = _promoted((x, y))
     return _cut(torch.where(condition, *operands), dtype)
+
+
+def _is_widened(tensors: Iterable[torch.Tensor]) -> bool:
+    """Say whether there are bytes, and not signed ones alone, which stay as they are."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    return not dtypes.isdisjoint(_BOTH) and dtypes != {torch.int8}
 
 
 def _has(operands: Any, dtypes: Dtypes) -> bool:

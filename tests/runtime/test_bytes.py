@@ -148,7 +148,8 @@ def test_signed_bytes(counts: Counter[str]) -> None:
         return [
             *(x - 1, torch.sub(x, 5, alpha=2), x & other, x ^ other, x | 5, x ^ 5, x >= flags),
             *(x == 300, x <= 200, x < 300, x < other, torch.maximum(x, other), x.clamp(-3, 100)),
-            *(torch.where(flags, x, other), torch.cat([x, flags])),
+            *(torch.where(flags, x, other), torch.where(flags, x, -x)),
+            *(torch.cat([x, flags]), torch.cat([x, x])),
         ]
 
     assert_same(torch.compile(function, backend="npu_iree")(x), function(x))
