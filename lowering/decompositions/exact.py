@@ -30,7 +30,8 @@ def add(x: torch.Tensor, y: torch.Tensor | Number, *, alpha: Number = 1) -> Any:
 
 def neg(x: torch.Tensor) -> Any:
     """Decompose `aten.neg` on integers into a multiplication, which wraps as it should."""
-    return NotImplemented if _is_inexact(x) else torch.mul(x, -1)
+    is_inexact = x.dtype.is_floating_point or x.dtype.is_complex
+    return NotImplemented if is_inexact else torch.mul(x, -1)
 
 
 def absolute(x: torch.Tensor) -> Any:
@@ -50,7 +51,7 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> Any:
 
 def with_number(op: Any, x: torch.Tensor, bits: int) -> Any:
     """Decompose a bitwise op with a number, which torch-mlir has with a tensor only."""
-    return op(x, torch.full((), bits, dtype=torch.result_type(x, bits)))
+    return op(*promoted(x, bits))
 
 
 def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -192,12 +193,6 @@ DECOMPOSITIONS = {
     torch.ops.prims.convert_element_type.default: cast,
     torch.ops.prims.scalar_tensor.default: scalar_tensor,
 }
-
-
-def _is_inexact(value: torch.Tensor | Number) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.dtype.is_floating_point or value.dtype.is_complex
-    return isinstance(value, float)
 
 
 def of_dynamo() -> dict[torch._ops.OpOverload, Any]:
