@@ -14,6 +14,7 @@ import contextlib
 import functools
 import gc
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -97,26 +98,33 @@ class TracedGraph(OutputCode):
 
     def post_compile(self, example_inputs: Any, constants: Any, graph_kwargs: Any) -> None:
         """Take the graph out, as if AOTAutograd had just traced it; `trace` compiles it."""
-        context = TracingContext.get()
-        assert context.fake_mode is not None
-        self.graph_module = graph_from_bytes(self.pickled, context.fake_mode)
+        self.graph_module = self._unpickled()
         if self.metadata is not None:
-            context.fw_metadata = self.metadata
+            TracingContext.get().fw_metadata = self.metadata
         _FOUND.get().append(self)
+
+    def _unpickled(self) -> fx.GraphModule:
+        mode = TracingContext.get().fake_mode
+        assert mode is not None
+        return graph_from_bytes(self.pickled, mode)
 
     def compile(self, compiler: _Compiler) -> None:
         """Compile the graph that came out of the cache."""
-        graph_module, self.graph_module = self.graph_module, None
+        # Compiling changes it: after one that failed, another begins with what was kept.
+        graph_module, self.graph_module = self.graph_module or self._unpickled(), None
         nodes = graph_module.graph.find_nodes(op="placeholder")
         self.run = compiler(graph_module, [node.meta["val"] for node in nodes])
 
     def compile_at_first_call(self, compiler: _Compiler) -> None:
         """Compile it when it is called, as AOTAutograd has backward graphs compiled."""
         context, compiling = TracingContext.get(), CompileContext.try_get()
+        lock = threading.Lock()  # of several threads that call it first, one compiles
 
         def run(inputs: list[Any]) -> list[Any]:
-            with tracing(context), compile_context(compiling), torch._C._DisableAutocast():
-                self.compile(compiler)
+            with lock:
+                if self.run is run:
+                    with tracing(context), compile_context(compiling), torch._C._DisableAutocast():
+                        self.compile(compiler)
             assert self.run is not None
             return self.run(inputs)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 
 import npu_iree
+import npu_iree.aot_graph
 from tolerances import assert_same
 
 
@@ -324,6 +327,36 @@ def test_a_backward_pass_that_fails_leaves_the_cache_as_it_was(
             y.sum().backward()
     assert not functorch_config.bundled_autograd_cache
     assert found["autograd_cache_saved"] == 0
+
+
+def test_a_backward_pass_from_the_cache_is_compiled_once_and_again_if_that_failed(
+    found: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, x = (lambda x: torch.tanh(x) * 3), X.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(anew(function)(x).sum(), x)
+    y, compiled = anew(function)(x).sum(), Counter[str]()
+    compile_one = npu_iree.aot_graph.compile_graph
+
+    def compile_graph(*args: Any) -> Any:
+        compiled["times"] += 1
+        if compiled["times"] == 1:
+            raise KeyboardInterrupt
+        barrier.wait(60)
+        return compile_one(*args)
+
+    def backward(*ahead: Callable[[int], object]) -> torch.Tensor:
+        for wait in ahead:
+            wait(60)
+        return torch.autograd.grad(y, x, retain_graph=True)[0]
+
+    barrier = threading.Barrier(2)  # the second begins while the first compiles
+    monkeypatch.setattr("npu_iree.aot_graph.compile_graph", compile_graph)
+    with pytest.raises(KeyboardInterrupt):
+        backward()
+    with ThreadPoolExecutor(2) as pool:
+        for gradient in [pool.submit(backward), pool.submit(backward, barrier.wait)]:
+            assert_same(gradient.result(60), expected)
+    assert (compiled["times"], found["autograd_cache_hit"]) == (2, 1)
 
 
 def test_effects_in_their_order_are_traced_each_time(found: Counter[str]) -> None:
