@@ -261,7 +261,7 @@ class Device:
 
 def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's values in memory of their own: contiguous, aligned, nothing lazy."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return copy.copy_(tensor.detach())
 
 

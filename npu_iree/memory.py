@@ -136,7 +136,8 @@ class UnifiedMemory:
     ) -> tuple[Any, Timepoint]:
         """Import the tensor's memory in place; it is kept alive as long as the view."""
         if tensor.numel() == 0:  # its strides may be anything, and its memory none at all
-            tensor = torch.empty(1, dtype=tensor.dtype)[:0].reshape(tensor.shape)
+            one = torch.empty(1, dtype=tensor.dtype, device="cpu")
+            tensor = one[:0].reshape(tensor.shape)
         elif is_given:  # what comes by DLPack may not be filled, or copied to
             memory = self._device.allocator.import_host_allocation(
                 _bytes_of(tensor), _STAGING, _DEVICE_USAGE | _STAGING_USAGE

@@ -12,7 +12,7 @@ from npu_iree.torch_device.moves import read
 from npu_iree.torch_device.storage import dense_order, handle_of
 from npu_iree.transfers import Transfer, is_watched, record
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 _FETCH_WHOLE = 1 << 16  # bytes: so little of a storage is fetched as a whole
 
 
@@ -57,5 +57,5 @@ def _piece(tensor: torch.Tensor) -> tuple[DeviceArray, int]:
 
 
 def _strided(flat: torch.Tensor, tensor: torch.Tensor, offset: int) -> torch.Tensor:
-    view = torch.empty(0, dtype=tensor.dtype)
+    view = torch.empty(0, dtype=tensor.dtype, device="cpu")
     return view.set_(flat.untyped_storage(), offset, tensor.shape, tensor.stride())

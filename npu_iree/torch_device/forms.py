@@ -56,7 +56,7 @@ def _addcdiv(x: Tensor, one: Tensor, other: Tensor, *, value: Any = None) -> Any
 
 def _fill(x: Tensor, value: Any) -> Any:
     if not isinstance(value, Tensor):  # True, or a complex number
-        return torch.full(x.shape, value, dtype=x.dtype)
+        return torch.full(x.shape, value, dtype=x.dtype, device=x.device)
     return value.to(x.dtype).expand(x.shape).clone()
 
 

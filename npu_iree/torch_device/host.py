@@ -67,7 +67,7 @@ def run_on_host(
 
 def _blank(out: torch.Tensor) -> torch.Tensor:
     """Return a CPU tensor to be written to: what was in memory is of no interest."""
-    return torch.empty_strided(out.shape, out.stride(), dtype=out.dtype)
+    return torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="cpu")
 
 
 def _write_back(tensor: torch.Tensor, copy: torch.Tensor) -> None:
@@ -130,7 +130,7 @@ def _copies(
         storage = tensor.untyped_storage()._cdata
         if storage in changed:
             flat = own.setdefault(storage, flat.clone())
-        view = torch.empty(0, dtype=tensor.dtype).set_(
+        view = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
             flat.untyped_storage(), int(tensor.storage_offset()), tensor.shape, tensor.stride()
         )
         view = torch._conj(view) if tensor.is_conj() else view

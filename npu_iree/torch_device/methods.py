@@ -143,7 +143,8 @@ def _to_npu(
     """Copy a storage to "npu"; what `torch.load` calls."""
     if self.device.type == NAME:
         return self
-    flat = torch.empty(0, dtype=torch.uint8).set_(self, 0, (self.nbytes(),), (1,))
+    empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+    flat = empty.set_(self, 0, (self.nbytes(),), (1,))
     return flat.to(NAME).untyped_storage()
 
 

@@ -192,9 +192,9 @@ def _index(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Dev
         if key in _INDICES:
             _INDICES.move_to_end(key)
             return _INDICES[key]
-    places = torch.tensor(offset)
+    places = torch.tensor(offset, device="cpu")
     for d, (size, stride) in enumerate(zip(shape, strides, strict=True)):
-        steps = torch.arange(size) * stride
+        steps = torch.arange(size, device="cpu") * stride
         places = places + steps.view([-1] + [1] * (len(shape) - 1 - d))
     index = put_dense(places.reshape(-1), "an index", is_ours=True, is_kept=True)
     with _INDICES_LOCK:

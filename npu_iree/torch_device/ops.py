@@ -285,7 +285,8 @@ def scalar(value: float, dtype: torch.dtype) -> DeviceArray:
     array = _SCALARS.get(key)
     if array is None:
         exact = torch.float64 if isinstance(value, float) else torch.int64
-        number = torch.tensor(value, dtype=exact).to(dtype)  # 200 as int8 is -56, as PyTorch has it
+        number = torch.tensor(value, dtype=exact, device="cpu")
+        number = number.to(dtype)  # 200 as int8 is -56, as PyTorch has it
         array = put_dense(number, "a number", is_ours=True, is_kept=True)
         _SCALARS[key] = array
     return array

@@ -35,7 +35,7 @@ def _counted(start: int, step: int, count: int) -> DeviceArray:
     shape = (count, 0)
     (result,) = run_ours(
         ("range",),
-        lambda t: [torch.arange(t[2].shape[0]) * t[1] + t[0]],
+        lambda t: [torch.arange(t[2].shape[0], device=t[0].device) * t[1] + t[0]],
         [scalar(start, torch.int64), scalar(step, torch.int64)],
         [Argument(torch.uint8, shape, contiguous_strides(shape))],
     )

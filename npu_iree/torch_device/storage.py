@@ -202,7 +202,7 @@ def _grown(old: DeviceArray, nbytes: int) -> DeviceArray:
     if is_watched():
         record(Transfer("wait", "wait", 0, old.ready.work.name, "a storage that grows"))
     (host,) = target.fetch([old])
-    bytes_ = torch.zeros(nbytes, dtype=torch.uint8)
+    bytes_ = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     bytes_[: old.nbytes] = host.reshape(-1).view(torch.uint8)
     view, ready = target.memory.put(bytes_, target.start_point(), "a storage that grows")
     return account.keep(DeviceArray(target, view, (nbytes,), torch.uint8, ready), "resize")

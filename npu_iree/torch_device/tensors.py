@@ -248,7 +248,8 @@ def _draw(op: Any) -> Callable[..., Any]:
     """
 
     def draw(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        layout = tensor.shape, tensor.stride()
+        host = torch.empty_strided(*layout, dtype=tensor.dtype, device="cpu")
         _put_into(op(host, *args, **kwargs), tensor)
         return tensor
 

@@ -124,6 +124,22 @@ def test_host_ops_in_a_graph_get_what_they_read_and_no_more() -> None:
     assert len(ledger.waits) == 1
 
 
+def test_the_default_device_may_be_npu() -> None:
+    """PyTorch's own functions then make what they make there, but for what we make on the host."""
+
+    def function(x: torch.Tensor, host: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x[:, ::2] * 3, torch.linalg.inv(x), host.to(NPU) + 1
+
+    x, host = 2 * torch.eye(4), torch.randn(4, 8)[:, ::2]
+    expected = (x[:, ::2] * 3, torch.linalg.inv(x), host + 1)
+    with torch.device(NPU):
+        given = x.to(NPU)
+        for call in (function, torch.compile(function, backend="npu_iree")):
+            assert_same([r.cpu() for r in call(given, host)], list(expected))
+        given.resize_(40)
+        assert torch.arange(3).fill_(2).add(300).cpu().tolist() == [302] * 3
+
+
 def test_random_numbers_need_no_bytes_of_the_device(device: Device) -> None:
     def noisy(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.dropout(x * 2, 0.5) + torch.rand_like(x)

@@ -135,6 +135,16 @@ def test_each_layout_passes_alone(name: str, target: str, counts: Counter[str]) 
     assert counts["regions"] >= (not name.startswith("empty"))
 
 
+def test_a_default_device_is_for_the_users_own_tensors(target: str) -> None:
+    x, empty = torch.randn(8, 12)[:, ::2], torch.ones(0, 3)
+    compiled = torch.compile(
+        lambda x, empty: (x * 2, empty + 1), backend="npu_iree", options={"target": target}
+    )
+    with torch.device("meta"):
+        results = compiled(x, empty)
+    assert_same(results, (x * 2, empty))
+
+
 def test_an_empty_tensor_of_any_strides_goes_in_and_out(target: str) -> None:
     device = open_device(find_target(target))
     empty = torch.empty_strided((0, 3), (1, 5))
