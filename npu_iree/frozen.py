@@ -101,7 +101,9 @@ def frozen(tensor: torch.Tensor) -> torch.Tensor:
         RuntimeError: PyTorch did not allocate the memory.
     """
     clone = torch._lazy_clone(tensor.detach())
-    memory = bytes_at(storage_address(clone), int(clone.untyped_storage().nbytes()), owner=clone)
+    nbytes = int(clone.untyped_storage().nbytes())
+    nbytes -= nbytes % tensor.element_size()  # the storage may be that of other elements
+    memory = bytes_at(storage_address(clone), nbytes, owner=clone)
     whole = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
     return whole.as_strided(clone.size(), clone.stride(), clone.storage_offset())
 

@@ -394,6 +394,19 @@ def test_two_graphs_share_a_weight_and_both_see_its_change(cold_counts: Counter[
     assert cold_counts["compiles"] == 2
 
 
+@torch.no_grad()
+def test_a_weight_in_memory_of_any_length_is_bound_once() -> None:
+    """As in a file of weights that was read as a whole."""
+    model, x = torch.nn.Linear(8, 8, bias=False), torch.randn(4, 8)
+    blob = torch.empty(8 * 8 * 4 + 1, dtype=torch.uint8)
+    model.weight.data = blob[:-1].view(torch.float32).view(8, 8).copy_(model.weight)
+    compiled = torch.compile(model, backend="npu_iree")
+    assert_same(compiled(x), model(x))
+    with npu_iree.record_transfers() as transfers:
+        assert_same(compiled(x), model(x))
+    assert not [t for t in transfers.entries if "weight" in t.value]
+
+
 def test_weights_may_move_into_memory_of_others(caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.Linear(4, 4)
     compiled, x = torch.compile(model, backend="npu_iree"), torch.randn(2, 4)
