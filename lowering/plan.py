@@ -128,6 +128,12 @@ class Plan:
     edges: tuple[fx.Node, ...] = ()
     kept: frozenset[str] = frozenset()
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all values, those of the inputs first."""
+        mentioned = (name for step in self.steps for name in _mentioned(step))
+        return list(dict.fromkeys((*self.inputs, *self.constants, *mentioned)))
+
     def __str__(self) -> str:
         outputs = _names(o.name if isinstance(o, Value) else repr(o) for o in self.outputs)
         return "\n".join([*map(str, self.steps), f"return  {outputs}"])

@@ -20,8 +20,8 @@ from lowering.plan import Free, Gather, Invoke, Plan, Put
 from npu_iree.border import Crossing, Import, Known, land
 from npu_iree.device import Device
 from npu_iree.errors import DeviceError
-from npu_iree.executable import Function, push_number
 from npu_iree.frozen import is_apart
+from npu_iree.function import Function, push_number
 from npu_iree.timeline import Timepoint
 from npu_iree.transfers import is_watched
 from npu_iree.weights import Weights

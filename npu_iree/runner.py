@@ -25,7 +25,8 @@ from npu_iree.border import Crossing, Import, fetch, put_in_place, write_back
 from npu_iree.device import Device
 from npu_iree.empty_sizes import is_empty, may_be_empty, run_on_host
 from npu_iree.errors import DeviceError, InternalError
-from npu_iree.executable import INLINE_EFFORT, Executable
+from npu_iree.executable import Executable
+from npu_iree.function import INLINE_EFFORT
 from npu_iree.round_trip import RoundTrip, RunStep, find_round_trip
 from npu_iree.weights import Weights
 
@@ -52,7 +53,7 @@ class Runner:
         self.executables = executables
         self._device = device
         self._constants = constants
-        names = _names(plan)
+        names = plan.names
         self._index = {name: i for i, name in enumerate(names)}
         self._crossings = self._find_crossings()
         self._targets = self._find_targets()
@@ -77,6 +78,10 @@ class Runner:
         """Load the same once more, with nothing bound yet."""
         executables = {n: Executable(self._device, e.artifact) for n, e in self.executables.items()}
         return Runner(self.plan, self._device, executables, self._constants)
+
+    def unbind(self) -> None:
+        """Let go of the weights, while no call is under way; the next one binds its own."""
+        self._weights.unbind()
 
     def __call__(self, *args: Any) -> list[Any]:
         """Run the plan once.
@@ -366,21 +371,6 @@ def _shape_only(array: DeviceArray | None, crossing: Crossing | None) -> torch.T
     assert array is not None
     tensor = torch.empty(array.shape, dtype=array.dtype, device="meta")
     return tensor if crossing is None or crossing.back is None else tensor.permute(crossing.back)
-
-
-def _names(plan: Plan) -> Sequence[str]:
-    names = dict.fromkeys((*plan.inputs, *plan.constants))
-    for step in plan.steps:
-        match step:
-            case Put(values) | Gather(values):
-                names.update(dict.fromkeys(values))
-            case Invoke(_, inputs, outputs) | Host(_, inputs, outputs):
-                names.update(dict.fromkeys((*inputs, *outputs)))
-            case Scalar(output, inputs):
-                names.update(dict.fromkeys((*inputs, output)))
-            case Write(inputs, values):
-                names.update(dict.fromkeys((*inputs, *values)))
-    return list(names)
 
 
 def _outside_of_modes(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ class SharedGraph:
 
     Dynamo compiles modules of one class once (`for block in model: block.compile()`), and passes
     their weights. A model is known by its first weight: as long as that tensor is there, what is
-    bound for it stays; when it is gone, its runner is for the next that comes.
+    bound for it stays; when it is gone, so is that, and its runner is for the next that comes.
 
     Attributes:
         plan: what is run.
@@ -51,9 +51,10 @@ class SharedGraph:
 
     def run(self, args: list[Any]) -> list[Any]:
         """Run the graph once; takes the arguments out of the list."""
+        weight = args[self._position]  # which is held: meanwhile, nobody lets go of what is bound
         model, runner = self._last
-        if model is None or model() is not args[self._position]:
-            runner = self._find(args[self._position])
+        if model is None or model() is not weight:
+            runner = self._find(weight)
         return runner.run(args)
 
     def _find(self, weight: Any) -> Runner:
@@ -64,7 +65,7 @@ class SharedGraph:
                 if len(self._models) == _MOST_MODELS:
                     self._spare.append(self._models.popitem(last=False)[1][1])
                 runner = self._spare.pop() if self._spare else self._first.again()
-                model = weakref.ref(weight, functools.partial(self._forget, key))
+                model = weakref.ref(weight, functools.partial(_forget, weakref.ref(self), key))
                 found = self._models[key] = model, runner
             self._models.move_to_end(key)
             self._last = found
@@ -75,4 +76,12 @@ class SharedGraph:
         with self._lock:
             found = self._models.get(key)
             if found is not None and found[0] is gone:
-                self._spare[:] = [self._models.pop(key)[1]]
+                runner = self._models.pop(key)[1]
+                runner.unbind()
+                self._spare[:] = [runner]
+
+
+def _forget(shared: weakref.ref[SharedGraph], key: int, gone: weakref.ref[Any]) -> None:
+    """Tell a graph that a model is gone; the models hold no graph."""
+    if (graph := shared()) is not None:
+        graph._forget(key, gone)

@@ -24,7 +24,8 @@ from lowering.signature import Check, ScalarSpec, Signature, TensorSpec
 from lowering.target import CompileTarget
 from lowering.tuning import DEFAULT
 from npu_iree.device import Device, open_device
-from npu_iree.executable import Executable, Function
+from npu_iree.executable import Executable
+from npu_iree.function import Function
 from npu_iree.targets import Target
 from npu_iree.timeline import wait_all
 from npu_iree.tolerances import largest_difference, tolerance

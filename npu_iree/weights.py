@@ -19,6 +19,7 @@ from npu_iree.transfers import Transfer, is_watched, record
 
 log = logging.getLogger(__name__)
 _UNBOUND, _UNWATCHED = -1, -2  # in the place of an address
+_NOTHING = torch.empty(0, device="cpu")
 _UNWATCHED_WEIGHT = (
     "the weight %s now lies in memory that PyTorch did not allocate (a mapped file, NumPy, shared "
     "memory), where nobody sees a write: it is copied in each call. To have it read in place, "
@@ -90,6 +91,14 @@ class Weights:
             self._renew(self._executables[region], uses, args)
         if all(use.address != _UNWATCHED for use in self._every):
             self._seen = seen
+
+    def unbind(self) -> None:
+        """Let go of all that is bound, while no call is under way."""
+        self._seen = None
+        for use in self._every:
+            use.forget()
+        for region in self._uses:
+            self._executables[region].unload()
 
     def _look_at(self, args: Sequence[Any]) -> tuple[list[int], ...]:
         """Return what tells of a write: addresses, and versions.
@@ -193,7 +202,7 @@ class WeightUse:
         self._order = tuple(order)
         self._versions = [-1]
         self.address = _UNBOUND
-        self.stored = torch.empty(0)
+        self.stored = _NOTHING
         self.array: DeviceArray | None = None
 
     @property
@@ -227,6 +236,7 @@ class WeightUse:
     def forget(self) -> None:
         """Let nothing be bound."""
         self.address = _UNBOUND
+        self.stored, self.array = _NOTHING, None
 
     def _weight(self, args: Sequence[Any]) -> torch.Tensor:
         weight: torch.Tensor = args[self.position] if self.constant is None else self.constant

@@ -27,7 +27,7 @@ def export_module(folder: Path, call: Callable[[], Any]) -> str:
 
     The parameters are what the runner has bound, the arguments what it submits in this call.
     """
-    from npu_iree.executable import Function
+    from npu_iree.function import Function
     from npu_iree.offline.parameter_files import save_parameters
 
     runners = _runners()

@@ -33,8 +33,9 @@ from lowering.expressions import Sizes, expression_of, value_of
 from lowering.heal import refuses_everything
 from lowering.region import Region
 from lowering.signature import ScalarSpec, TensorSpec
-from npu_iree.executable import INLINE_EFFORT, Executable
-from npu_iree.executable import Function as DeviceFunction
+from npu_iree.executable import Executable
+from npu_iree.function import INLINE_EFFORT
+from npu_iree.function import Function as DeviceFunction
 from npu_iree.options import Options
 from npu_iree.toolchain import compiler_for
 from npu_iree.torch_device.calls import Computation, Results

@@ -18,7 +18,8 @@ from lowering.effort import Effort
 from lowering.region import Region
 from npu_iree.device import Device
 from npu_iree.errors import DeviceError, TargetError
-from npu_iree.executable import INLINE_EFFORT, Executable, Function
+from npu_iree.executable import Executable
+from npu_iree.function import INLINE_EFFORT, Function
 from npu_iree.runner import Runner
 from npu_iree.targets import NPU_VIRTUAL
 from npu_iree.timeline import Timepoint, observed

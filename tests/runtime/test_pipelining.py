@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from npu_iree.array import DeviceArray
 from npu_iree.device import Device
 from npu_iree.runner import Runner
 from npu_iree.targets import NPU_LOCAL
-from npu_iree.timeline import Gate
+from npu_iree.timeline import Gate, Timepoint
 from npu_iree.transfers import Ledger
 
 Compile = Callable[..., Runner]
@@ -248,6 +249,29 @@ def test_a_call_that_fails_waits_for_all_that_it_has_submitted(compile_function:
     with pytest.raises(npu_iree.DeviceError, match="lost"):
         runner(x, y)
     assert y.ready.is_reached()
+
+
+def test_a_call_that_ends_at_its_submission_is_waited_for(
+    compile_function: Compile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Ctrl-C, say, while it waits for its place in the queue: nobody has a handle."""
+    runner, x = compile_function(torch.relu, torch.ones(3)), torch.ones(3)
+    for _ in range(3):
+        runner(x)  # then the device has a view of it already
+    device, seen = npu_iree.open_device("npu-local"), list[Timepoint]()
+
+    def interrupted(point: Timepoint, nbytes: int) -> None:
+        seen.append(point)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(device, "track", interrupted)
+    with device.hold() as gate, ThreadPoolExecutor(1) as pool:
+        call = pool.submit(runner, x)
+        with pytest.raises(TimeoutError):
+            call.result(0.2)
+        gate.open()
+        assert isinstance(call.exception(), KeyboardInterrupt)
+        assert seen[0].is_reached()
 
 
 def policy_of_a_wait_for(array: DeviceArray, gate: Gate) -> tuple[int, int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 
 import npu_iree
 from npu_iree import runner, shared_graph
+from npu_iree.shared_graph import SharedGraph
 from tolerances import assert_same
 
 pytestmark = pytest.mark.usefixtures("shared_cache")
@@ -83,6 +86,35 @@ def test_what_a_model_had_is_the_next_ones_when_it_is_gone(loads: list[Any]) -> 
         gc.collect()
     assert len(loads) <= 1 + 4, "two for the first, and one for each later pair"
     assert_same(kept(x), eager(kept, x))
+
+
+def test_what_was_bound_goes_with_its_model() -> None:
+    """And the next model of the graph binds its own."""
+    shared: list[SharedGraph] = []
+    for _ in range(2):
+        blocks, x = compiled_blocks(1), torch.randn(3, 8)
+        assert_same(blocks(x), eager(blocks, x))
+        shared = [found for found in gc.get_objects() if type(found) is SharedGraph]
+        assert any(bound_by(graph) for graph in shared)
+        del blocks
+        gc.collect()
+        assert not any(bound_by(graph) for graph in shared)
+
+
+def bound_by(graph: SharedGraph) -> list[Any]:
+    """What the runner of the model that ran last holds of it, on the host and on the device."""
+    runner = graph._last[1]
+    stored = [use.stored for use in runner._weights._every if use.stored.numel()]
+    return [*stored, *(e._queue.context for e in runner.executables.values() if e._queue.context)]
+
+
+def test_a_graph_that_nobody_holds_is_gone_at_once() -> None:
+    runner: Any = SimpleNamespace(plan=None, run=list)
+    graph, weight = SharedGraph(runner, 0), torch.ones(1)
+    graph(weight)
+    gone = weakref.ref(graph)
+    del graph
+    assert gone() is None
 
 
 def test_more_models_than_are_kept_are_right_too(monkeypatch: pytest.MonkeyPatch) -> None:
