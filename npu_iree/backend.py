@@ -63,7 +63,7 @@ def npu_iree(
         raise OptionError(f"mode={mode!r} belongs to Inductor; npu_iree takes options={{...}}")
     compilers = ("torch-mlir", "iree-base-compiler") if parsed.compile == "if_missing" else ()
     check_versions("torch", *compilers, "iree-base-runtime")
-    source = _Source.of(graph_module, example_inputs, parsed)
+    source = Source.of(graph_module, example_inputs, parsed)
     try:
         return _compiled(graph_module, source, parsed)
     except EagerOnlyError as error:
@@ -75,9 +75,7 @@ def npu_iree(
         source.inputs.clear()  # what compiles a backward pass later holds no tensors of the user's
 
 
-def _compiled(
-    graph_module: fx.GraphModule, source: _Source, options: Options
-) -> Callable[..., Any]:
+def _compiled(graph_module: fx.GraphModule, source: Source, options: Options) -> Callable[..., Any]:
     """Compile a graph, and return what Dynamo calls."""
     compile_aot = functools.partial(_compile_aot, options, source)
     kinds = ("forward", "backward", "inference")
@@ -98,7 +96,7 @@ def _start_worker(options: Options) -> None:
 
 
 def _guarded(
-    compiled: Callable[..., Any], graph_module: fx.GraphModule, source: _Source, options: Options
+    compiled: Callable[..., Any], graph_module: fx.GraphModule, source: Source, options: Options
 ) -> Callable[..., Any]:
     """Run a graph in eager where its arguments share memory as it was not compiled for."""
     aliases, warn = source.aliases(), functools.cache(log.warning)
@@ -117,7 +115,7 @@ def _guarded(
 
 
 @dataclass(frozen=True)
-class _Source:
+class Source:
     """Dynamo's side of a graph: AOTAutograd keeps the order of inputs, not names nor tensors.
 
     The cause is known while Dynamo compiles; a backward graph may be compiled at its first use.
@@ -134,7 +132,8 @@ class _Source:
     inferred: list[Runner | SharedGraph]
 
     @classmethod
-    def of(cls, graph_module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> _Source:
+    def of(cls, graph_module: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Source:
+        """Take it from what Dynamo gives."""
         nodes = graph_module.graph.find_nodes(op="placeholder")
         values = [node.meta.get("example_value") for node in nodes]
         free = (
@@ -142,7 +141,7 @@ class _Source:
         )
         return cls(
             inputs=list(inputs),
-            names=input_names(graph_module),
+            names=_input_names(graph_module),
             free_offsets=tuple(free),
             caller=bundles.caller(),
             cause=Cause.now(),
@@ -162,7 +161,7 @@ class _Source:
             return Aliases(self.inputs, self.free_offsets, written)
 
 
-def input_names(graph_module: fx.GraphModule) -> tuple[str, ...]:
+def _input_names(graph_module: fx.GraphModule) -> tuple[str, ...]:
     """Return what the user would call the inputs of a graph of Dynamo's: `x`, `self_weight`."""
     nodes = graph_module.graph.find_nodes(op="placeholder")
     return tuple(n.name.removeprefix("l_").strip("_") for n in nodes)
@@ -170,29 +169,18 @@ def input_names(graph_module: fx.GraphModule) -> tuple[str, ...]:
 
 def _compile_aot(
     options: Options,
-    source: _Source,
+    source: Source,
     graph_module: fx.GraphModule,
     inputs: Sequence[Any],
     *,
     kind: str,
 ) -> Callable[..., Any]:
     """Compile a graph of AOTAutograd's into what it calls: a list of arguments in, a list out."""
-    dense = list(_dense(source.inputs)) if kind == "inference" else []
-    is_same = len(dense) == len(inputs)
-    donated = source.donated if kind != "backward" else NOTHING
     if kind == "forward":
         allow_second_backward()
-    if donated.names:
-        refuse_what_lives_on(donated, graph_module, kind)
-    graph = AotGraph(
-        options=options,
-        kind=kind,
-        names=source.names if is_same and len(source.names) == len(inputs) else (),
-        weights=_bindable_weights(dense) if is_same and options.bind_weights else (),
-        donated=donated,
-        returned=_count_returned(kind),
-        views=_views_of_arguments(kind, len(inputs)),
-    )
+    graph = aot_graph(options, source, kind, len(inputs))
+    if graph.donated.names:
+        refuse_what_lives_on(graph.donated, graph_module, kind)
     if is_precompiling():
         aliases = source.aliases() if kind != "backward" else None
         return precompiled(graph, graph_module, source.cause, aliases)
@@ -200,6 +188,21 @@ def _compile_aot(
     if loaded.direct is not None and kind == "inference":
         source.inferred.append(loaded.direct)
     return loaded.run
+
+
+def aot_graph(options: Options, source: Source, kind: str, count: int) -> AotGraph:
+    """Say what a graph of AOTAutograd's, which has so many inputs, is compiled as."""
+    dense = list(_dense(source.inputs)) if kind == "inference" else []
+    is_same = len(dense) == count
+    return AotGraph(
+        options=options,
+        kind=kind,
+        names=source.names if is_same and len(source.names) == count else (),
+        weights=_bindable_weights(dense) if is_same and options.bind_weights else (),
+        donated=source.donated if kind != "backward" else NOTHING,
+        returned=_count_returned(kind),
+        views=_views_of_arguments(kind, count),
+    )
 
 
 def _count_returned(kind: str) -> int | None:

@@ -15,8 +15,7 @@ from lowering.errors import HostOp
 from lowering.plan import Gather, Plan, Put
 from lowering.region import Region
 from npu_iree.aot import aot_backend
-from npu_iree.aot_graph import AotGraph
-from npu_iree.backend import input_names
+from npu_iree.backend import Source, aot_graph
 from npu_iree.errors import EagerOnlyError
 from npu_iree.options import Options
 from npu_iree.targets import Target
@@ -125,12 +124,16 @@ def explain(
     Options.parse(asked)
     found = Explanation()
 
-    def plan(graph: AotGraph, graph_module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        known = graph if len(graph.names) == len(inputs) else replace(graph, names=())
-        taken = known.take(graph_module)
+    def plan(
+        parsed: Options, source: Source, graph_module: fx.GraphModule, inputs: Any, *, kind: str
+    ) -> Callable[..., Any]:
+        graph = aot_graph(parsed, source, kind, len(inputs))
+        if kind == "forward" and len(source.names) == len(inputs):
+            graph = replace(graph, names=source.names)  # which tell more
+        taken = graph.take(graph_module)
         with unset_fake_temporarily():  # AOTAutograd calls us inside its fake tensor mode
-            _, schedule = compiler_for(graph.options).plan(taken.captured)
-        found.graphs.append(GraphExplanation(schedule, graph.options.target_value))
+            _, schedule = compiler_for(parsed).plan(taken.captured)
+        found.graphs.append(GraphExplanation(schedule, parsed.target_value))
         return taken.run_by(eager_runner(taken.captured))
 
     def backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -138,9 +141,9 @@ def explain(
         if reason is not None and reason.graph_break:
             found.graph_breaks.append(_break_text(reason))
         parsed = options_on_npu(asked) if any(map(is_on_npu, inputs)) else Options.parse(asked)
-        names = {"forward": input_names(graph_module), "inference": input_names(graph_module)}
+        source = Source.of(graph_module, inputs, parsed)
         compilers = (
-            functools.partial(plan, AotGraph(options=parsed, kind=kind, names=names.get(kind, ())))
+            functools.partial(plan, parsed, source, kind=kind)
             for kind in ("forward", "backward", "inference")
         )
         made = aot_backend(parsed, *compilers)
@@ -149,6 +152,8 @@ def explain(
         except EagerOnlyError as error:
             found.in_eager.append(str(error))
             return graph_module
+        finally:
+            source.inputs.clear()
         return compiled
 
     # In a Dynamo cache of its own: a function has few places in the one that it is compiled into.

@@ -521,6 +521,12 @@ def test_a_weight_that_was_refused_and_is_corrected_is_bound() -> None:
     assert_same(fast(x), model(x))
 
 
+def test_explain_knows_what_is_bound() -> None:
+    with torch.no_grad():
+        explained = npu_iree.explain(torch.nn.Linear(8, 8), torch.randn(4, 8))
+    assert explained.graphs[0].transfers == [("h2d", "args_0"), ("d2h", "add")]
+
+
 def test_a_fake_tensor_is_an_error_and_no_crash() -> None:
     fast = torch.compile(lambda x: torch.relu(x) * 2, backend="npu_iree")
     for _ in range(3):
