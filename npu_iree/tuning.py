@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import select
 import subprocess
 import tempfile
@@ -84,16 +85,17 @@ def _answers(
     """Start `npu_iree.timing`, and give its answers; the last is empty if it fell silent."""
     command = own_python("npu_iree.timing", str(folder), str(budget_s), *names)
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    with subprocess.Popen(command, stdin=null, stdout=pipe, stderr=null, text=True) as process:
+    with subprocess.Popen(command, stdin=null, stdout=pipe, stderr=null) as process:
         assert process.stdout is not None
         try:
-            poll = select.poll()  # `select.select` takes no descriptor above 1023
+            poll, rest = select.poll(), b""  # `select.select` takes no descriptor above 1023
             poll.register(process.stdout, select.POLLIN)
             while poll.poll(silence_s * 1e3):
-                line = process.stdout.readline()
-                if not line:
+                # Not line by line: of those that Python has read ahead, `poll` knows nothing.
+                if not (found := os.read(process.stdout.fileno(), 1 << 16)):
                     return
-                yield json.loads(line)
+                *lines, rest = (rest + found).split(b"\n")
+                yield from map(json.loads, lines)
             yield {}
         finally:
             process.kill()

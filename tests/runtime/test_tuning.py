@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,6 +20,7 @@ from lowering.program import Program
 from lowering.service import Fault
 from lowering.target import Candidate, CompileTarget
 from lowering.tuning import DEFAULT, Trial, Tuning, TuningRecord
+from npu_iree import tuning
 from npu_iree.options import Options
 from npu_iree.runner import Runner
 from npu_iree.targets import NPU_LOCAL, Target
@@ -171,6 +173,12 @@ def test_a_candidate_that_hangs_is_given_up(compile_function: Callable[..., Runn
     trials, noise = measure(Program.of(region), {DEFAULT: entry, "other": entry}, "quick")
     assert all("does not end within" in trial.problem for trial in trials.values())
     assert not any(trial.wins(noise) for trial in trials.values())
+
+
+def test_what_came_in_one_piece_is_read_before_the_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    says = 'import os, time; os.write(1, b\'{"a": 1}\\n{"b": 2}\\n{"c"\'); time.sleep(60)'
+    monkeypatch.setattr(tuning, "own_python", lambda *_: [sys.executable, "-c", says])
+    assert list(tuning._answers(Path(), [], 0, silence_s=2)) == [{"a": 1}, {"b": 2}, {}]
 
 
 def test_results_that_tell_nothing_choose_nothing(compile_function: Callable[..., Runner]) -> None:
