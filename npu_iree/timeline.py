@@ -254,7 +254,7 @@ def _block(fence: Any, timeout_ns: int | None, *, is_polite: bool) -> bool:
         is_polite: take no CPU away. Right for the last work there is, after which one is free; with
             more behind it, we would hear of it late.
     """
-    is_batch = is_polite and _BATCH is not None and os.sched_getscheduler(0) == os.SCHED_OTHER
+    is_batch = is_polite and _BATCH is not None and _has_usual_policy()
     if is_batch:
         _set_policy(_BATCH)
     try:
@@ -265,6 +265,12 @@ def _block(fence: Any, timeout_ns: int | None, *, is_polite: bool) -> bool:
 
 
 _BATCH: Any = getattr(os, "SCHED_BATCH", None)
+
+
+def _has_usual_policy() -> bool:
+    with contextlib.suppress(OSError):
+        return os.sched_getscheduler(0) == os.SCHED_OTHER
+    return False
 
 
 def _set_policy(policy: int) -> None:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device
-from npu_iree.errors import DeviceError, DeviceTimeoutError
+from npu_iree.errors import ArgumentError, DeviceTimeoutError
 from npu_iree.timeline import after_all
 from npu_iree.torch_device.current import is_on_npu
 from npu_iree.torch_device.storage import held_by
@@ -48,8 +48,8 @@ async def ready(tree: Any) -> Any:
             done = asyncio.ensure_future(bridge.on_semaphore(semaphore, 1, True))
             while not (done.done() or _is_over(ahead)):
                 await asyncio.wait([done], timeout=_LOOK_AGAIN_S)
-    for array in ahead:
-        array.wait()
+    for array in sorted(ahead, key=lambda a: not a.ready.has_failed()):
+        array.wait()  # of one that has failed, at once
     return tree
 
 
@@ -66,8 +66,11 @@ def wait_any(trees: Sequence[Any], timeout_s: float | None = None) -> int:
     Raises:
         DeviceError: its work failed.
         DeviceTimeoutError: none is done yet.
+        ArgumentError: there is no tree.
         RuntimeError: called in asyncio; there, use `asyncio.wait` on `ready`.
     """
+    if not trees:
+        raise ArgumentError("wait_any takes one tree at least: of none, nothing will ever be done")
     for i, tree in enumerate(trees):
         if all(array.is_ready() for array in _arrays(tree)):
             return i
@@ -112,11 +115,9 @@ class _Bridge:
 
 
 def _is_over(arrays: Sequence[DeviceArray]) -> bool:
-    """Say whether the bytes of all handles exist, or one of them never will."""
-    try:
-        return all(array.is_ready() for array in arrays)
-    except DeviceError:
-        return True
+    """Say whether the bytes of all handles exist, or those of one never will."""
+    points = [array.ready for array in arrays]
+    return all(p.look() for p in points) or any(p.has_failed() for p in points)
 
 
 def _arrays(tree: Any) -> list[DeviceArray]:

@@ -108,6 +108,15 @@ def test_a_failure_arrives_where_it_was_awaited_before_and_others_go_on(device: 
     asyncio.run(main())
 
 
+def test_a_failure_is_told_before_what_is_slow_has_ended(device: Device) -> None:
+    slow, fails = device.gate(), device.gate()
+    arrays = [device.put(torch.ones(3), after=gate.point) for gate in (slow, fails)]
+    fails.fail("lost")
+    with pytest.raises(npu_iree.DeviceError, match="lost"):
+        asyncio.run(asyncio.wait_for(npu_iree.ready(arrays), timeout=20))
+    slow.open()
+
+
 def test_wait_any_returns_the_first_that_is_done(device: Device) -> None:
     a = torch.ones(3, device=NPU)
     with device.hold() as gate:
@@ -117,3 +126,5 @@ def test_wait_any_returns_the_first_that_is_done(device: Device) -> None:
         assert npu_iree.wait_any([slow, a]) == 1
         gate.open()
     assert npu_iree.wait_any([slow]) == 0
+    with pytest.raises(npu_iree.ArgumentError, match="one tree at least"):
+        npu_iree.wait_any([])
