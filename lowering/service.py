@@ -35,13 +35,16 @@ class Limits:
     memory_bytes: int = 8 << 30
 
 
+FAULT_KINDS = ("abort", "segv", "kill", "hang", "memory", "error")
+
+
 @dataclass(frozen=True)
 class Fault:
     """A failure to commit in a worker in the place of a stage, for tests.
 
     Attributes:
         stage: name of the stage.
-        kind: `abort`, `segv`, `kill`, `hang`, `memory` or `error`.
+        kind: one of `FAULT_KINDS`.
         op: only for regions that hold this op, e.g. `aten.tanh.default`.
     """
 

@@ -326,7 +326,8 @@ def open_device(target: Target | str = "npu-local") -> Device:
     """Return the process's device for a target, opening it at the first call.
 
     Raises:
-        TargetError: there is no such target, or its driver finds no device here.
+        TargetError: there is no such target, its driver finds no device here, or the device of
+            another target with this name is open.
     """
     target = find_target(target) if isinstance(target, str) else target
     with _OPENING:
@@ -334,7 +335,10 @@ def open_device(target: Target | str = "npu-local") -> Device:
             device = _DEVICES[target.name] = Device(target)
             _keep_for_ever(device.hal)
             _keep_for_ever(device.inline)
-        return _DEVICES[target.name]
+        device = _DEVICES[target.name]
+    if device.target != target:
+        raise TargetError(f"a device of another target that is named {target.name!r} is open")
+    return device
 
 
 def _after_fork() -> None:

@@ -29,8 +29,8 @@ class Options:
         decompositions: op overload -> function; they win over the default table.
         flags: more flags for `iree-compile`, after the target's.
         bind_weights: bind parameters and buffers once per compiled graph (inference). Turn it off
-            if something outside PyTorch writes to their memory, e.g. through a NumPy view that was
-            taken before the first call.
+            if something outside PyTorch reads or writes their memory, e.g. through a NumPy view
+            that was taken before the first call: PyTorch's next write moves them elsewhere.
         rng: `host` makes random numbers those of CPU eager, bit for bit: random ops run as
             PyTorch's CPU kernels, in eager's order and with eager's generators. By default some
             are decomposed, and a seed reproduces a run of this backend only.
@@ -164,12 +164,13 @@ def _op_name(name: str, item: Any) -> str:
     namespace, rest = (parts[0], parts[1:]) if len(parts) > 1 else ("aten", parts)
     known: Any = getattr(torch.ops, namespace)
     for part in rest:
-        if not hasattr(known, part):
+        found = getattr(known, part, None)
+        if not isinstance(found, (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)):
             names = known.overloads() if hasattr(known, "overloads") else _ops_of(namespace)
             raise OptionError(
                 f"option {name!r}: PyTorch has no op {item!r}.{suggested(part, names)}"
             )
-        known = getattr(known, part)
+        known = found
     return item
 
 

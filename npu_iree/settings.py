@@ -10,7 +10,8 @@ from pathlib import Path
 
 import platformdirs
 
-from lowering.service import Fault
+from lowering.service import FAULT_KINDS, Fault
+from lowering.worker import STAGES
 from npu_iree.errors import OptionError
 
 _warn_once = functools.cache(logging.getLogger(__name__).warning)
@@ -49,7 +50,7 @@ class Settings:
             dump=Path(dump).absolute() if dump else None,
             cache=None if cache == "off" else Path(cache).absolute(),
             cache_limit_bytes=_bytes("NPU_IREE_CACHE_LIMIT_BYTES", 4 << 30),
-            fault=Fault(*fault.split(":", 2)) if fault else None,
+            fault=_fault(fault) if fault else None,
         )
 
 
@@ -65,6 +66,14 @@ def _user_cache() -> str:
 def turn_cache_off() -> None:
     """Compile everything anew in this process, whatever the user has set."""
     os.environ["NPU_IREE_CACHE"] = "off"
+
+
+def _fault(text: str) -> Fault:
+    match text.split(":", 2):
+        case [stage, kind, op] if stage in STAGES and kind in FAULT_KINDS and op:
+            return Fault(stage, kind, op)
+    stages, kinds = ", ".join(STAGES), ", ".join(FAULT_KINDS)
+    raise OptionError(f"NPU_IREE_FAULT is `stage:kind:op` of {stages}; {kinds}; not {text!r}")
 
 
 def _bytes(name: str, default: int) -> int:

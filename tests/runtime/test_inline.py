@@ -248,6 +248,12 @@ def test_memory_of_its_own_has_no_calling_thread() -> None:
         Device(odd)
 
 
+def test_a_target_has_no_device_of_another_with_its_name(device: Device) -> None:
+    assert npu_iree.open_device(device.target) is device
+    with pytest.raises(TargetError, match="another target"):
+        npu_iree.open_device(replace(device.target, max_in_flight=1))
+
+
 @pytest.mark.parametrize(
     ("function", "size", "is_small"),
     [

@@ -34,7 +34,8 @@ from lowering.heal import _split
 from lowering.service import CompileService, Limits
 from lowering.stages import CompileOptions
 from lowering.worker import _LENGTHS
-from npu_iree import aot_cache, toolchain
+from npu_iree import OptionError, aot_cache, toolchain
+from npu_iree.settings import Settings
 from programs import cases
 from programs.cases import is_right
 from programs.launch import finish, processes_with, release, run, start, start_together, wait_until
@@ -58,6 +59,15 @@ RELU = SMALL.format(
 
 def fault(stage: str, kind: str, op: str = OP) -> str:
     return f"{stage}:{kind}:{op}"
+
+
+@pytest.mark.parametrize("text", ["nonsense", "torch-to-linalg:abort:", "here:abort:x"])
+def test_a_fault_that_nobody_can_commit_is_refused(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPU_IREE_FAULT", text)
+    with pytest.raises(OptionError, match=f"stage:kind:op.*{text}"):
+        Settings.read()
 
 
 @pytest.mark.parametrize(("kind", "stage"), MATRIX)
