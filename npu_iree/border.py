@@ -28,9 +28,10 @@ from npu_iree.frozen import (
 from npu_iree.timeline import NOW
 from npu_iree.transfers import Transfer, is_watched, record
 
-# Results of a call share a block of memory. Of all together, and of one: when the small ones get
-# memory of their own, since a loss that is kept would keep all activations.
-LARGE_BYTES, SMALL_BYTES = 1 << 20, 1 << 12
+# Results of a call share a block of memory, and one that is kept keeps that: a loss, or logits, all
+# activations. Of a block of so many bytes, the smallest get memory of their own; how large a part
+# of all is copied so at the most.
+_LARGE_BYTES, _SMALL_PART = 1 << 20, 32
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ def put_in_place(
     imported: list[torch.Tensor],
     is_given: bool = False,
     is_waited_for: bool = True,
+    is_callers: bool = True,
 ) -> DeviceArray:
     """Give the device a tensor, in place if its memory allows.
 
@@ -74,15 +76,18 @@ def put_in_place(
         is_given: the device may write to the memory, too.
         is_waited_for: the call returns when the work that reads it has ended; otherwise, the device
             gets what the tensor holds now, whoever writes to it then.
+        is_callers: the tensor is an argument, and not one that the call itself has made.
     """
     if tensor.requires_grad:
         tensor = tensor.detach()
     if is_given and is_lazy_copy(tensor):
         end_lazy_copy(tensor)
     stored = tensor if crossing.back is None else tensor.permute(crossing.order)
-    may_change = not (is_given or is_waited_for)  # while the device reads it
+    # While the device reads it.
+    may_change = not (is_given or is_waited_for or is_lazy_copy(stored))
     problem = why_not_in_place(stored, device.target.alignment_bytes)
-    if may_change and not problem and not can_freeze(stored):
+    # A NumPy view of an argument writes to it where PyTorch's copy-on-write does not see it.
+    if may_change and not problem and (is_callers or not can_freeze(stored)):
         problem = "its memory may be written to while the device reads it"
     if is_watched():
         mode = "staged" if problem else device.crossing_mode
@@ -255,8 +260,8 @@ def land(
         overlapping(taken + own),
         "its memory is also that of an argument, a state or another result",
     )
-    if len(tensors) > 1 and sum([t.nbytes for t in tensors]) > LARGE_BYTES:
-        small = [i for _, _, i in own if 0 < tensors[i].nbytes <= SMALL_BYTES]
+    if len(tensors) > 1 and (together := sum([t.nbytes for t in tensors])) > _LARGE_BYTES:
+        small = smallest([(end - start, i) for start, end, i in own], together)
         apart |= dict.fromkeys(small, "it would keep the memory of larger results")
     for i, reason in apart.items():
         if is_watched():
@@ -264,6 +269,22 @@ def land(
             record(Transfer("d2h", "staged", tensors[i].nbytes, name, reader, where, reason))
         tensors[i] = tensors[i].clone()
     return tensors
+
+
+def smallest(results: Sequence[tuple[int, int]], together: int) -> list[int]:
+    """Choose which results of a call get memory of their own: they may outlive larger ones.
+
+    Args:
+        results: the size in bytes and the position of those that may.
+        together: the bytes of all.
+    """
+    left, found = together // _SMALL_PART if together > _LARGE_BYTES else 0, []
+    for nbytes, i in sorted(results):
+        left -= nbytes
+        if left < 0:
+            break
+        found.append(i)
+    return found
 
 
 def write_back(

@@ -216,14 +216,13 @@ class Runner:
         return run
 
     def _put_step_once(self, crossings: Sequence[tuple[int, Crossing, bool]]) -> RunStep:
-        device = self._device
+        device, count = self._device, len(self.plan.inputs)
 
         def run(host: list[Any], handles: list[Any], imported: list[torch.Tensor]) -> None:
             for i, crossing, is_given in crossings:
                 if handles[i] is None:
-                    handles[i] = put_in_place(
-                        device, host[i], crossing, imported, is_given, is_waited_for=False
-                    )
+                    how = {"is_waited_for": False, "is_callers": i < count}
+                    handles[i] = put_in_place(device, host[i], crossing, imported, is_given, **how)
 
         return run
 

@@ -19,7 +19,7 @@ from lowering.region import memory_order
 from lowering.signature import inverse
 from lowering.sizes import size_hint
 from npu_iree.array import DeviceArray
-from npu_iree.border import LARGE_BYTES, SMALL_BYTES
+from npu_iree.border import smallest
 from npu_iree.donation import Donated, refused
 from npu_iree.errors import OptionError
 from npu_iree.options import Options
@@ -219,15 +219,13 @@ class HandleRunner:
 def _apart(captured: CapturedGraph, writes: int, returned: int | None) -> Sequence[int]:
     """Say which results of a call get memory of their own, since they outlive larger ones.
 
-    Such are losses, if they are kept, and running statistics until the next step.
+    Such are losses and logits, if they are kept, and running statistics until the next step.
     """
     values = [o.meta["val"] if o in captured.kept else None for o in captured.outputs]
     sizes = [0 if v is None else v.element_size() * size_hint(v.numel()) for v in values]
-    if sum(sizes) <= LARGE_BYTES:
-        return ()
     last = len(sizes) - writes
     lasting = (*range(last)[:returned], *range(last, len(sizes)))
-    return [i for i in lasting if 0 < sizes[i] <= SMALL_BYTES]
+    return smallest([(sizes[i], i) for i in lasting if sizes[i]], sum(sizes))
 
 
 def _read(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray:
