@@ -35,11 +35,16 @@ def by_name(
     return tuple(given[n] for n in names[:count]), {n: given[n] for n in names[count:]}
 
 
+def is_same_constant(one: object, other: object) -> bool:
+    """Say whether two values, of which one is no tensor, are the same; NaN is what NaN is."""
+    return type(one) is type(other) and repr(one) == repr(other)
+
+
 def check_argument(argument: Argument, value: Any, sizes: dict[str, int]) -> None:
     """Raise ValueError if a value is not what an argument was compiled for."""
     spec, name = argument.spec, argument.name
     if spec is None:
-        if value != argument.value or type(value) is not type(argument.value):
+        if not is_same_constant(value, argument.value):
             raise ValueError(
                 f"{name} was compiled in as {argument.value!r}, and cannot be {value!r}"
             )
@@ -51,6 +56,8 @@ def check_argument(argument: Argument, value: Any, sizes: dict[str, int]) -> Non
         return
     if not isinstance(value, (torch.Tensor, DeviceArray)):
         raise ValueError(f"{name} is a tensor, not {type(value).__name__}")
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        raise ValueError(f"{name} is {value.layout}; give a dense tensor")
     if isinstance(value, torch.Tensor) and value.device.type != "cpu":
         raise ValueError(f"{name} is on {value.device}; give a CPU tensor or a handle")
     if value.dtype != DTYPES[spec.dtype]:

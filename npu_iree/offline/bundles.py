@@ -11,7 +11,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from npu_iree.errors import NpuIreeError, OptionError
 from npu_iree.offline.sources import load_examples
-from npu_iree.offline.verify import compare_results
+from npu_iree.offline.verify import call_eager, compare_results, copied
 
 
 def write_bundle(
@@ -31,6 +31,7 @@ def write_bundle(
     Raises:
         OptionError: there is more than one model.
         UnsupportedOpError: `options` forbid the host, and it is needed.
+        SourceError: eager fails at the example inputs.
         VerificationError: it does not give eager's numbers.
     """
     from npu_iree.bundles import save_bundle
@@ -42,14 +43,15 @@ def write_bundle(
     compiled = torch.compile(
         example.model, backend="npu_iree", options=options, dynamic=dynamic or None
     )
-    with torch.no_grad():
-        expected = example.model(*example.args, **example.kwargs)
-        try:
-            actual = compiled(*example.args, **example.kwargs)
-        except BackendCompilerFailed as error:  # how Dynamo wraps what we raise
-            if isinstance(error.inner_exception, NpuIreeError):
-                raise error.inner_exception from error
-            raise
-    difference = compare_results(name, actual, expected)
+    expected = call_eager(name, example)
+    args, kwargs = copied((example.args, example.kwargs))
+    try:
+        with torch.no_grad():
+            actual = compiled(*args, **kwargs)
+    except BackendCompilerFailed as error:  # how Dynamo wraps what we raise
+        if isinstance(error.inner_exception, NpuIreeError):
+            raise error.inner_exception from error
+        raise
+    difference = compare_results(name, (actual, (args, kwargs)), expected)
     save_bundle(compiled, path)
     return {"output": str(path), "bytes": path.stat().st_size, "difference": difference}

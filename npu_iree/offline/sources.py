@@ -82,7 +82,9 @@ def load_examples(source: str) -> dict[str, Example]:
     entry, place = _named(source)
     if place.endswith(".pt2"):
         program = _read_pt2(Path(place))
-        args, kwargs = program.example_inputs or ((), {})
+        if program.example_inputs is None:
+            raise SourceError(f"{place} has no example inputs")
+        args, kwargs = program.example_inputs
         return {entry: Example(program.module(), tuple(args), dict(kwargs))}
     function = _function(place)
     try:
@@ -182,12 +184,18 @@ def _importing(name: str, folder: Path) -> Iterator[None]:
 def _import_file(path: Path) -> Any:
     if not path.is_file():
         raise SourceError(f"there is no file {path}")
+    return _imported(path.resolve())
+
+
+@cache
+def _imported(path: Path) -> Any:
+    """Import a file once: what its functions share is one object."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise SourceError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
-    with _importing(str(path), path.resolve().parent):
+    with _importing(str(path), path.parent):
         spec.loader.exec_module(module)
     return module
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from npu_iree.errors import VerificationError
+from npu_iree.errors import SourceError, VerificationError
+from npu_iree.offline.arguments import is_same_constant
 from npu_iree.offline.load import load
 from npu_iree.offline.sources import Example, load_examples
 from npu_iree.tolerances import largest_difference, tolerance
@@ -24,7 +26,8 @@ def verify_artifact(sources: Sequence[str], path: Path) -> float:
         The largest difference, relative to the largest value of its tensor.
 
     Raises:
-        VerificationError: a result is not eager's, or there are no example inputs.
+        VerificationError: a result is not eager's.
+        SourceError: there are no example inputs, or eager fails at them.
     """
     worst = 0.0
     for source in sources:
@@ -34,42 +37,87 @@ def verify_artifact(sources: Sequence[str], path: Path) -> float:
 
 
 def _compare(name: str, example: Example, function: Any) -> float:
-    if not example.args and not example.kwargs:
-        raise VerificationError(f"{name}: its source has no example inputs to verify with")
+    expected, arguments = call_eager(name, example)
+    args, kwargs = copied((example.args, example.kwargs))
+    actual = function(*args, **kwargs)
+    return compare_results(name, (actual, (args, kwargs)), (expected, arguments))
+
+
+def call_eager(name: str, example: Example) -> tuple[Any, Any]:
+    """Call a copy of an example's model; return its result, and what it makes of the arguments.
+
+    Raises:
+        SourceError: it fails.
+    """
+    args, kwargs = copied((example.args, example.kwargs))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PyTorch warns of what it does itself
-        model = copy.deepcopy(example.model)  # its state, like the artifact's, is as exported
-        expected = model(*_copied(example.args), **_copied(example.kwargs))
-    actual = function(*_copied(example.args), **_copied(example.kwargs))
-    return compare_results(name, actual, expected)
+        try:
+            model = copy.deepcopy(example.model)  # its state, like the artifact's, is as exported
+            return model(*args, **kwargs), (args, kwargs)
+        except Exception as error:
+            raise SourceError(f"eager fails at the example inputs of {name!r}: {error}") from error
 
 
-def compare_results(name: str, actual: Any, expected: Any) -> float:
-    """Compare trees of results.
+def compare_results(name: str, actual: tuple[Any, Any], expected: tuple[Any, Any]) -> float:
+    """Compare what calls have given, and what they have made of their arguments.
+
+    Args:
+        name: of the entry point.
+        actual: the result and the arguments.
+        expected: the same of eager.
 
     Returns:
         The largest difference, relative to the largest value of its tensor.
 
     Raises:
-        VerificationError: they differ by more than the tolerance of their dtype.
+        VerificationError: they differ by more than the tolerance of their dtype, or in anything
+            else.
     """
     worst = 0.0
-    pairs = zip(_tensors(actual), _tensors(expected), strict=True)
-    for i, (one, other) in enumerate(pairs):
-        rtol, atol = tolerance(other.dtype)
-        try:
-            torch.testing.assert_close(one, other, rtol=rtol, atol=atol, equal_nan=True)
-        except AssertionError as error:
-            difference = largest_difference(one, other) if one.shape == other.shape else None
-            if difference is None or difference > rtol:
-                raise VerificationError(f"{name}: result {i} is not eager's: {error}") from error
-        worst = max(worst, largest_difference(one, other))
+    for what, one, other in zip(("result", "argument"), actual, expected, strict=True):
+        leaves, structure = pytree.tree_flatten(one)
+        wanted, its_structure = pytree.tree_flatten(other)
+        if not _is_same_structure(structure, its_structure):
+            raise VerificationError(
+                f"{name}: its {what}s are {structure}, and eager's are {its_structure}"
+            )
+        for i, pair in enumerate(zip(leaves, wanted, strict=True)):
+            worst = max(worst, _difference(f"{name}: {what} {i}", *pair))
     return worst
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _copied(tree: Any) -> Any:
+def copied(tree: Any) -> Any:
+    """Copy all tensors of a structure."""
     return pytree.tree_map_only(torch.Tensor, torch.clone, tree)
+
+
+def _difference(place: str, actual: Any, expected: Any) -> float:
+    if not isinstance(actual, torch.Tensor) or not isinstance(expected, torch.Tensor):
+        if not is_same_constant(actual, expected):
+            raise VerificationError(f"{place} is {actual!r}, and eager's is {expected!r}")
+        return 0.0
+    rtol, atol = tolerance(expected.dtype)
+    is_alike = (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    try:
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, equal_nan=True)
+    except AssertionError as error:
+        if not (is_alike and largest_difference(actual, expected) <= rtol):  # it may be NaN
+            raise VerificationError(f"{place} is not eager's: {error}") from error
+    return largest_difference(actual, expected)
+
+
+def _is_same_structure(one: pytree.TreeSpec, other: pytree.TreeSpec) -> bool:
+    """Say whether two structures are the same; an artifact makes a dict of a defaultdict."""
+    children = zip(one.children(), other.children(), strict=False)
+    return (
+        _kind(one) == _kind(other)
+        and one.num_children == other.num_children
+        and all(_is_same_structure(*pair) for pair in children)
+    )
+
+
+def _kind(structure: pytree.TreeSpec) -> tuple[Any, Any]:
+    if structure.type is defaultdict:
+        return dict, structure.context[1]
+    return structure.type, structure.context

@@ -99,6 +99,8 @@ def test_results_that_no_device_computes(size: int, program: LoadedProgram) -> N
         ((torch.ones(5, 2).double(), 3, True), "x is f64, and was compiled for f32"),
         ((torch.ones(5, 2, device="meta"), 3, True), "x is on meta"),
         (([1.0], 3, True), "outputs: x is a tensor, not list"),
+        ((torch.eye(5, 2).to_sparse(), 3, True), "x is torch.sparse_coo; give a dense tensor"),
+        ((torch.ones(5, 2), torch.ones(4), True), "n was compiled in as 3"),
         ((torch.ones(5, 2), 3), "missing flag. It takes x, n, flag"),
         ((torch.ones(5, 2), 3, True, 1), "takes 3 arguments, not 4"),
     ],

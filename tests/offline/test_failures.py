@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,8 @@ from models.small import Net, SmallModel, compiled
 from npu_iree.errors import TargetError
 from npu_iree.offline import build
 from npu_iree.offline.build import BuildOptions, write_artifact
+from npu_iree.offline.sources import load_examples
+from npu_iree.offline.verify import compare_results
 
 Command = Callable[..., Ended]
 SOURCES = """
@@ -48,6 +52,9 @@ def small(): return Small(), (torch.randn(2, 4),)
 def hosted(): return Hosted(), (torch.randn(4, 4),)
 def counts(): return Counts(), (torch.zeros(2),)
 def pair(): return {"a": small(), "b": counts()}
+def narrow(): return Small(), (torch.randn(2, 3),)
+def shared(): return SHARED, (torch.randn(2, 4),)
+def again(): return SHARED, (torch.randn(3, 4),)
 def nothing(): return 3
 def fails(): return {}["key"]
 def control(): return Control(), (torch.ones(3),)
@@ -55,6 +62,8 @@ def control(): return Control(), (torch.ones(3),)
 class Control(torch.nn.Module):
     def forward(self, x):
         return x if x.sum() > 0 else -x
+
+SHARED = Small()
 """
 
 
@@ -231,6 +240,44 @@ def test_verify_finds_a_real_difference(
     done = command(*made)
     assert done.code == 8
     assert "main: result 0 is not eager's" in done.json()["message"]
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "reason"),
+    [
+        (torch.tensor([NAN, 2.0]), torch.tensor([1.0, 2.0]), "result 0 is not eager's"),
+        (torch.ones(2).double(), torch.ones(2), "result 0 is not eager's"),
+        ([torch.ones(2), 3], [torch.ones(2), 4], "result 1 is 3, and eager's is 4"),
+        ([torch.ones(2), 3], [torch.ones(2), 3.0], "result 1 is 3, and eager's is 3.0"),
+        ([torch.ones(2)], [torch.ones(2), torch.ones(2)], "its results are"),
+        ({"a": torch.ones(2)}, {"b": torch.ones(2)}, "its results are"),
+    ],
+)
+def test_verify_sees_all_that_differs(actual: Any, expected: Any, reason: str) -> None:
+    with pytest.raises(npu_iree.VerificationError, match=reason):
+        compare_results("main", (actual, ()), (expected, ()))
+    with pytest.raises(npu_iree.VerificationError, match="argument"):
+        compare_results("main", (None, actual), (None, expected))
+    same = (defaultdict(int, a=torch.tensor([NAN]), b=NAN), expected)
+    assert compare_results("main", (dict(same[0]), expected), same) == 0
+
+
+def test_a_bundle_is_compared_from_the_states_it_starts_with(
+    command: Command, sources: Path, tmp_path: Path
+) -> None:
+    made = ("compile", "-o", tmp_path / "x.npub", "--bundle", "--json")
+    done = command(*made, f"{sources}:counts")
+    assert (done.code, done.json()["difference"]) == (0, 0)
+    done = command(*made, f"{sources}:narrow")
+    assert (done.code, done.json()["error"]) == (7, "SourceError")
+
+
+def test_functions_of_one_file_share_what_it_makes(sources: Path) -> None:
+    one, other = (load_examples(f"{sources}:{name}")["main"] for name in ("shared", "again"))
+    assert one.model is other.model
 
 
 def test_verify_starts_from_the_states_of_the_export(
