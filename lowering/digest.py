@@ -40,9 +40,10 @@ def is_same_value(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Say whether two tensors are at one address, and their bytes mean the same."""
-    return _layout(one) == _layout(other)
+    return memory_of(one) == memory_of(other)
 
 
-def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Name the memory that a tensor is, and what its bytes mean."""
     lies = tensor.data_ptr(), tensor.shape, tensor.stride()
     return *lies, tensor.dtype, tensor.is_conj(), tensor.is_neg()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,18 +26,17 @@ from torch.utils import _pytree as pytree
 
 from lowering.capture import CapturedGraph, normalize
 from lowering.decompositions import DecompositionTable
-from lowering.digest import is_same_memory
+from lowering.dtypes import DTYPE_NAMES
 from lowering.errors import ExportError
 from lowering.manifest import Argument, Call, Constant, Source
 from lowering.nodes import is_number
 from lowering.region import Region, extract_region, tensor_spec, value_spec
 from lowering.segments import DEVICE, Segment
+from lowering.stored import RESULTS, StoredNames, value_of
 
 # Asserts what the export saw of dtypes and devices; each call is checked against that anyway.
 _CHECKED_AT_THE_CALL = torch.ops.aten._assert_tensor_metadata.default
 _WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER)
-_RESULTS = (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
-_WRITES = (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION, OutputKind.TOKEN)
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,11 @@ class Export:
     Attributes:
         name: of its entry point.
         captured: the graph; its inputs are the user's, then the buffers that it writes to.
-        parameters: the name of each weight's node in the model's `state_dict`.
-        states: the name of each node of a buffer that a call writes to.
-        tensors: the values of all of these, and of their other names.
-        aliases: name -> the other names of the same tensor.
+        parameters: the name that each weight's node is stored under, one of the `state_dict`.
+        states: the same of each node of a buffer that a call writes to.
+        stored: name -> the name that it is stored under, its own or another of the same tensor.
+        saved: those of the names that a `state_dict` has.
+        tensors: the values, by all names.
         symbols: symbolic size -> its range.
         program: where it comes from.
     """
@@ -59,8 +59,9 @@ class Export:
     captured: CapturedGraph
     parameters: Mapping[fx.Node, str]
     states: Mapping[fx.Node, str]
+    stored: Mapping[str, str]
+    saved: frozenset[str]
     tensors: Mapping[str, torch.Tensor]
-    aliases: Mapping[str, tuple[str, ...]]
     symbols: Mapping[str, tuple[int, int | None]]
     program: ExportedProgram
 
@@ -82,8 +83,8 @@ class Export:
             raise ExportError(f"entry point {self.name!r} computes nothing")
         specs = self.program.graph_signature.output_specs
         pairs = [*zip(specs, self.captured.outputs, strict=True)]
-        results = [v for spec, v in pairs if spec.kind in _RESULTS]
-        written = [v for spec, v in pairs if spec.kind not in _RESULTS]
+        results = [v for spec, v in pairs if spec.kind in RESULTS]
+        written = [v for spec, v in pairs if spec.kind not in RESULTS]
         nodes = [v for v in (*results, *written) if isinstance(v, fx.Node)]
         order = (*self.captured.inputs, *nodes)
         return extract_region(self.segment, self.captured.weights, self.parameters, order)
@@ -125,13 +126,13 @@ class Export:
                 for n, s in known.items()
                 if s.kind == "argument"
             },
-            **{name: Source("state", name=name) for name in self.states.values()},
+            **{name: Source("state", name=stored) for name, stored in self.stored.items()},
         }
         outputs, writes = [], []
         specs = self.program.graph_signature.output_specs
         for spec, value in zip(specs, self.captured.outputs, strict=True):
             source = _source(value, known)
-            if spec.kind in _RESULTS:
+            if spec.kind in RESULTS:
                 outputs.append(source)
             else:
                 writes.append((targets[str(spec.target)], source))
@@ -151,21 +152,21 @@ def functional(program: ExportedProgram, table: DecompositionTable) -> ExportedP
     return found
 
 
-def capture_export(name: str, program: ExportedProgram, written: Collection[str]) -> Export:
+def capture_export(name: str, program: ExportedProgram, names: StoredNames) -> Export:
     """Take an exported program.
 
     Args:
         name: what its entry point is to be called.
         program: what `functional` made.
-        written: buffers that a call of this or of another entry point writes to
-            (`written_buffers`): they are arguments and results of each call.
+        names: of what it stores. Buffers that a call of this or of another entry point writes to
+            are arguments and results of each call.
 
     Raises:
         ExportError: it has inputs or results of a kind that no artifact can hold.
     """
     graph_module = program.graph_module
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    inputs = _Inputs(name, program, written)
+    inputs = _Inputs(name, program, names)
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         inputs.take(node, spec)
     for node in graph_module.graph.find_nodes(op="call_function", target=_CHECKED_AT_THE_CALL):
@@ -183,8 +184,9 @@ def capture_export(name: str, program: ExportedProgram, written: Collection[str]
         captured=captured,
         parameters=inputs.parameters,
         states=inputs.states,
+        stored=inputs.stored,
+        saved=frozenset(inputs.saved),
         tensors=inputs.tensors,
-        aliases=inputs.aliases,
         symbols={str(s): _limits(r) for s, r in program.range_constraints.items()},
         program=program,
     )
@@ -196,21 +198,23 @@ class _Inputs:
     Attributes:
         passed: those that a caller passes.
         parameters: weights, by the names that they are stored under.
-        states: buffers that calls write to, by their names.
-        tensors: the values of weights and states.
-        aliases: further names of a stored weight.
+        states: buffers that calls write to, by these names.
+        stored: the name that each name's tensor is stored under.
+        saved: names that a `state_dict` has.
+        tensors: the values of weights and states, by all names.
     """
 
-    def __init__(self, entry: str, program: ExportedProgram, written: Collection[str]) -> None:
+    def __init__(self, entry: str, program: ExportedProgram, names: StoredNames) -> None:
         self.passed: list[fx.Node] = []
         self.parameters: dict[fx.Node, str] = {}
         self.states: dict[fx.Node, str] = {}
+        self.stored: dict[str, str] = {}
+        self.saved: set[str] = set()
         self.tensors: dict[str, torch.Tensor] = {}
-        self.aliases: dict[str, tuple[str, ...]] = {}
         self._entry = entry
         self._program = program
-        self._written = written
-        self._first: dict[int, tuple[str, fx.Node]] = {}  # of the weights at an address
+        self._names = names
+        self._nodes: dict[str, fx.Node] = {}  # by the names that they are stored under
 
     def take(self, node: fx.Node, spec: InputSpec) -> None:
         """Sort one placeholder in.
@@ -218,59 +222,37 @@ class _Inputs:
         Raises:
             ExportError: it is of a kind that no artifact can hold.
         """
-        target = str(spec.target)
         if spec.kind in (InputKind.USER_INPUT, InputKind.TOKEN):  # who has a token is on the host
             self.passed.append(node)
-        elif spec.kind in _WEIGHTS and target in self._written:
-            self.states[node], self.tensors[target] = target, _value(self._program, target)
-        elif spec.kind in _WEIGHTS and spec.persistent is not False:
-            self._take_weight(node, target)
-        elif spec.kind in (*_WEIGHTS, InputKind.CONSTANT_TENSOR):
-            _inline(self._program.graph_module, node, _value(self._program, target))
-        else:
+            return
+        if spec.kind not in (*_WEIGHTS, InputKind.CONSTANT_TENSOR):
             raise ExportError(
                 f"{self._entry}: input {node.name} is a {spec.kind.name}, which no artifact holds"
             )
+        target = str(spec.target)
+        value = value_of(self._program, target)
+        is_saved = spec.kind in _WEIGHTS and spec.persistent is not False
+        is_written = spec.kind in _WEIGHTS and self._names.is_written(target, value)
+        if not is_saved and not is_written:
+            _inline(self._program.graph_module, node, value)
+            return
+        self.saved |= {target} if is_saved else set()
+        self._store(node, target, value, self.states if is_written else self.parameters)
 
-    def _take_weight(self, node: fx.Node, name: str) -> None:
-        """Store a weight, or give one that is stored already another name."""
-        value = _value(self._program, name)
-        stored, first = self._first.setdefault(value.data_ptr(), (name, node))
-        is_known = first is not node and value.numel() > 0  # empty ones may share an address
-        if is_known and is_same_memory(value, self.tensors[stored]):
-            self.aliases[stored] = (*self.aliases.get(stored, ()), name)
+    def _store(
+        self, node: fx.Node, name: str, value: torch.Tensor, nodes: dict[fx.Node, str]
+    ) -> None:
+        """Store a tensor, or give one that is stored already another name."""
+        if value.dtype not in DTYPE_NAMES:
+            raise ExportError(f"{self._entry}: {name} is {value.dtype}, which no artifact holds")
+        stored = self._names.name_of(name, value)
+        self.stored[name], self.tensors[name], self.tensors[stored] = stored, value, value
+        first = self._nodes.setdefault(stored, node)
+        if first is not node:
             node.replace_all_uses_with(first)
             return
-        self.parameters[node], self.tensors[name] = name, value
-        node.meta["val"] = torch.empty_like(  # dense in the file, whatever it is here
-            node.meta["val"], memory_format=torch.contiguous_format
-        )
-
-
-def written_buffers(name: str, program: ExportedProgram) -> frozenset[str]:
-    """Return the names of the buffers that a call of what `functional` made writes to.
-
-    Raises:
-        ExportError: it writes to something else, or gives gradients.
-    """
-    found = set()
-    for spec in program.graph_signature.output_specs:
-        if spec.kind not in (*_RESULTS, *_WRITES):
-            raise ExportError(
-                f"{name}: a result is a {spec.kind.name}; export the model in inference"
-            )
-        if spec.kind is OutputKind.BUFFER_MUTATION:
-            found.add(str(spec.target))
-    return frozenset(found)
-
-
-def _value(program: ExportedProgram, name: str) -> torch.Tensor:
-    value = program.state_dict.get(name)
-    if value is None:
-        value = program.constants[name]
-    if not isinstance(value, torch.Tensor):
-        raise ExportError(f"constant {name} is no tensor but {type(value).__name__}")
-    return value.detach()
+        nodes[node] = stored
+        node.meta["val"] = _dense(node.meta["val"])  # in the file, whatever it is here
 
 
 def _inline(graph_module: fx.GraphModule, node: fx.Node, value: torch.Tensor) -> None:
@@ -284,26 +266,37 @@ def _inline(graph_module: fx.GraphModule, node: fx.Node, value: torch.Tensor) ->
     node.replace_all_uses_with(constant)
 
 
+def _dense(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(value, memory_format=torch.contiguous_format)
+
+
 def _give_own_values(program: ExportedProgram) -> None:
     """Let what a call writes, and what it returns of what it writes to, be values of their own.
+
+    What is written to a buffer is dense, as the buffer is: the next call takes it as it is.
 
     Before: last, x -> write x to last; return last
     After:  last, x -> %0 = clone(x), %1 = clone(last); write %0 to last; return %1
     """
     signature, graph = program.graph_signature, program.graph_module.graph
     names = {str(s.target): s.arg.name for s in signature.input_specs if s.target is not None}
-    writes = [s for s in signature.output_specs if s.kind not in _RESULTS]
+    writes = [s for s in signature.output_specs if s.kind not in RESULTS]
     written = {names.get(str(s.target), str(s.target)) for s in writes}
     output = graph.output_node()
     values = list(output.args[0])
     for i, (spec, value) in enumerate(zip(signature.output_specs, values, strict=True)):
-        is_given = isinstance(value, fx.Node) and value.op in ("placeholder", "get_attr")
-        if not is_given or not isinstance(value.meta["val"], torch.Tensor):
+        if not isinstance(value, fx.Node) or not isinstance(value.meta["val"], torch.Tensor):
             continue
-        if spec.kind not in _RESULTS or value.name in written:
+        is_given = value.op in ("placeholder", "get_attr")
+        is_state = spec.kind is OutputKind.BUFFER_MUTATION
+        is_others = is_given and (spec.kind not in RESULTS or value.name in written)
+        if is_others or (is_state and not tensor_spec(value.meta["val"]).is_contiguous):
+            kept = {"memory_format": torch.contiguous_format} if is_state else {}
             with graph.inserting_before(output):
-                values[i] = graph.call_function(torch.ops.aten.clone.default, (value,))
+                values[i] = graph.call_function(torch.ops.aten.clone.default, (value,), kept)
             values[i].meta = dict(value.meta)
+            if is_state:
+                values[i].meta["val"] = _dense(value.meta["val"])
     output.args = (tuple(values),)
 
 

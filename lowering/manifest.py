@@ -105,6 +105,7 @@ class Parameter:
         shape: its sizes.
         sha256: of its bytes, dense and in the order of its dimensions.
         aliases: other names of the same tensor, where weights are tied.
+        is_saved: whether a `state_dict` has it.
     """
 
     name: str
@@ -112,6 +113,7 @@ class Parameter:
     shape: tuple[int, ...]
     sha256: str
     aliases: tuple[str, ...] = ()
+    is_saved: bool = True
 
 
 @dataclass(frozen=True)
@@ -318,6 +320,7 @@ def _parameter(row: _Row) -> Parameter:
         shape=row.items("shape", int),
         sha256=row.take("sha256", str),
         aliases=row.items("aliases", str),
+        is_saved=row.values.get("is_saved") is not False,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from lowering.digest import is_same_value, tensor_digest
 from lowering.dispatches import list_dispatches
 from lowering.dtypes import dtype_name
 from lowering.errors import ExportError, FlagError, StageError, UnsupportedOpError
-from lowering.export import Export, capture_export, functional, written_buffers
+from lowering.export import Export, capture_export, functional
 from lowering.heal import Healer, refuses_everything
 from lowering.kernels import Kernel
 from lowering.key import compiler_build
@@ -27,6 +28,7 @@ from lowering.manifest import Manifest, Parameter
 from lowering.nodes import is_scalar
 from lowering.partition import why_host
 from lowering.program import Program
+from lowering.stored import StoredNames
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class OfflineProgram:
 def capture_exports(
     programs: Mapping[str, ExportedProgram], keep_ops: frozenset[str] = frozenset()
 ) -> list[Export]:
-    """Capture programs that share their parameters by name.
+    """Capture programs that share their parameters, by memory and by name.
 
     Args:
         programs: by the name of their entry point.
@@ -58,9 +60,9 @@ def capture_exports(
     """
     table = decomposition_table(keep_ops)
     programs = {name: functional(program, table) for name, program in programs.items()}
-    written = frozenset().union(*(written_buffers(n, p) for n, p in programs.items()))
-    exports = [capture_export(n, p, written) for n, p in programs.items()]
-    _shared_tensors(exports)
+    names = StoredNames(programs)
+    exports = [capture_export(n, p, names) for n, p in programs.items()]
+    stored_tensors(exports)
     return exports
 
 
@@ -100,6 +102,7 @@ def compile_exports(
         StageError: it refused the program, but none of its ops alone.
     """
     regions = {export.name: export.region() for export in exports}
+    calls = {export.name: export.call(regions[export.name]) for export in exports}
     try:
         program = Program("+".join(regions), regions)
         entry = builder.program(program)
@@ -108,9 +111,9 @@ def compile_exports(
     except StageError as error:
         _blame(exports, builder, error)
         raise
-    tensors = _shared_tensors(exports)
+    tensors = stored_tensors(exports)
     manifest = Manifest(
-        entries={e.name: e.call(regions[e.name]) for e in exports},
+        entries=calls,
         parameters=_parameters(exports, tensors),
         states=tuple(sorted({name for e in exports for name in e.states.values()})),
         parameter_file=parameter_file,
@@ -150,35 +153,41 @@ def _refused(export: Export, builder: Builder) -> dict[fx.Node, str]:
     return {node: f"the compiler refuses it: {e.summary}" for node, e in blamed.items()}
 
 
-def _shared_tensors(exports: Sequence[Export]) -> dict[str, torch.Tensor]:
-    """Put together the tensors of all entry points.
+def stored_tensors(exports: Sequence[Export]) -> dict[str, torch.Tensor]:
+    """Put together the tensors of all entry points, by the names that they are stored under.
 
     Raises:
         ExportError: two of them have different values under one name.
     """
-    shared: dict[str, torch.Tensor] = {}
+    known: dict[str, torch.Tensor] = {}
     for export in exports:
         for name, tensor in export.tensors.items():
-            known = shared.setdefault(name, tensor)
-            if known is not tensor and not is_same_value(known, tensor):
+            first = known.setdefault(name, tensor)
+            if first is not tensor and not is_same_value(first, tensor):
                 raise ExportError(
                     f"parameter {name} is another tensor in entry point {export.name!r} than in "
                     "the ones before it; entry points of one artifact share their parameters"
                 )
-    return shared
+    stored = {name for export in exports for name in export.stored.values()}
+    return {name: tensor for name, tensor in known.items() if name in stored}
 
 
 def _parameters(
     exports: Sequence[Export], tensors: Mapping[str, torch.Tensor]
 ) -> tuple[Parameter, ...]:
-    aliases = {name: other for export in exports for name, other in export.aliases.items()}
+    saved = frozenset().union(*(export.saved for export in exports))
+    names: dict[str, set[str]] = defaultdict(set)
+    for export in exports:
+        for name, stored in export.stored.items():
+            names[stored].add(name)
     return tuple(
         Parameter(
             name=name,
             dtype=dtype_name(tensor.dtype),
             shape=tuple(tensor.shape),
             sha256=tensor_digest(tensor),
-            aliases=aliases.get(name, ()),
+            aliases=tuple(sorted(names[name] - {name})),
+            is_saved=not saved.isdisjoint(names[name]),
         )
         for name, tensor in sorted(tensors.items())
     )

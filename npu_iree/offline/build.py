@@ -18,7 +18,13 @@ from lowering.compiler import Compiler
 from lowering.cpu import CPU_FLAG, THIS_CPU
 from lowering.errors import ArtifactError, ExportError
 from lowering.manifest import Manifest
-from lowering.offline import OfflineProgram, capture_exports, check_exports, compile_exports
+from lowering.offline import (
+    OfflineProgram,
+    capture_exports,
+    check_exports,
+    compile_exports,
+    stored_tensors,
+)
 from lowering.pipeline import stop_after
 from lowering.program import Program
 from lowering.vmfb import pack, read_manifest
@@ -119,7 +125,7 @@ def write_artifact(
     check_exports(
         exports, options.target, compiler.capabilities, compiler.builder.toolchain.kernels
     )
-    tensors = {name: t for export in exports for name, t in export.tensors.items()}
+    tensors = stored_tensors(exports)
     if options.params == "embed" and tensors:
         with tempfile.TemporaryDirectory(prefix="npu-iree-") as scratch:
             file = Path(scratch) / "parameters.irpa"

@@ -82,6 +82,7 @@ def check_call(
         if target.kind not in ("argument", "state") or source.kind != "result":
             raise ValueError(f"{name}: a {source.kind} cannot be written to a {target.kind}")
         _check_same(name, _kind(call, states, target), _kind(call, states, source))
+    _check_order(name, call)
 
 
 def _kind(call: Call, states: Mapping[str, Any], source: Source) -> tuple[str, int]:
@@ -105,6 +106,15 @@ def _plain_kind(spec: TensorSpec | ScalarSpec) -> tuple[str, int]:
 def _check_same(name: str, one: tuple[str, int], other: tuple[str, int]) -> None:
     if one != other:
         raise ValueError(f"{name}: a value is {one[0]} of {one[1]} dimensions, and {other} too")
+
+
+def _check_order(name: str, call: Call) -> None:
+    """Check that states lie in the order of their dimensions: what writes one is what takes it."""
+    takes = zip(call.takes, call.function.inputs, strict=True)
+    writes = ((target, call.function.outputs[source.index]) for target, source in call.writes)
+    for source, spec in (*takes, *writes):
+        if source.kind == "state" and isinstance(spec, TensorSpec) and not spec.is_contiguous:
+            raise ValueError(f"{name}: {source.name[:80]} is not in the order of its dimensions")
 
 
 def _is_number(spec: TensorSpec | ScalarSpec) -> bool:

@@ -42,7 +42,8 @@ def load(
         path: the artifact, a `.vmfb`.
         device: a device or target to run it on; by default the target it was compiled for.
         params: other weights than those it was compiled with: a `.safetensors` or `.irpa` file, or
-            a `state_dict`. By default, the file that was written beside the artifact.
+            a `state_dict`. By default, the file that was written beside the artifact; that is also
+            where buffers come from that no `state_dict` has.
 
     Returns:
         A callable: `model(*args, **kwargs)` for an artifact with one entry point, `model["name"]`
@@ -65,9 +66,9 @@ def load(
     elif not manifest.parameter_file:
         raise ArtifactError(path, "its parameters are compiled in (--params embed)")
     elif isinstance(params, Mapping):
-        parameters = Parameters.from_tensors(params, manifest)
+        parameters = Parameters.from_tensors(params, manifest).completed(path, manifest)
     else:
-        parameters = Parameters.from_file(Path(params), manifest)
+        parameters = Parameters.from_file(Path(params), manifest).completed(path, manifest)
     return LoadedProgram(path, manifest, module, opened, parameters)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from iree.runtime import _binding as hal
 
-from lowering.digest import tensor_digest
+from lowering.digest import memory_of, tensor_digest
 from lowering.dtypes import DTYPES, dtype_name
 from lowering.errors import ArtifactError
 
@@ -121,7 +121,14 @@ def read_parameters(path: Path) -> tuple[dict[str, Stored], torch.Tensor]:
         found = _FORMATS[path.suffix].read(path, data)
     except OSError as error:
         raise ArtifactError(path, f"it cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
         raise ArtifactError(path, f"its header makes no sense: {error}") from error
     with warnings.catch_warnings():  # the file is mapped for reading, and nobody writes to it
         warnings.filterwarnings("ignore", message=".*not writable")
@@ -143,15 +150,9 @@ def holds(path: Path, tensors: Mapping[str, torch.Tensor]) -> bool:
 
 
 def _once(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    seen: set[tuple[Any, ...]] = set()
-    found = {}
-    for name, tensor in tensors.items():
-        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        same = (*place, tensor.is_conj(), tensor.is_neg())
-        if tensor.numel() == 0 or same not in seen:
-            seen.add(same)
-            found[name] = tensor
-    return found
+    first: dict[object, str] = {}
+    places = {n: memory_of(t) if t.numel() else n for n, t in tensors.items()}
+    return {n: t for n, t in tensors.items() if first.setdefault(places[n], n) == n}
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -26,21 +26,27 @@ class Parameters:
         self.tensors = tensors
 
     @classmethod
-    def beside(cls, artifact: Path, manifest: Manifest) -> Parameters:
+    def beside(
+        cls, artifact: Path, manifest: Manifest, wanted: Sequence[Parameter] | None = None
+    ) -> Parameters:
         """Take them from the file that was written with the artifact, and check it whole.
+
+        Args:
+            artifact: its file.
+            manifest: what it says of itself.
+            wanted: those that are taken and checked; by default all.
 
         Raises:
             ArtifactError: the file is not there, or it is not the one that was written.
         """
-        if not manifest.parameter_file or not manifest.parameters:
+        wanted = manifest.parameters if wanted is None else wanted
+        if not manifest.parameter_file or not wanted:
             return cls({})
         name = manifest.parameter_file
         if Path(name).name != name or name in (".", "..") or not name.isprintable():
             raise ArtifactError(artifact, f"its parameter file {name[:200]!r} is not beside it")
-        found = cls.from_file(artifact.parent / name, manifest)
-        wrong = [
-            p.name for p in manifest.parameters if tensor_digest(found.tensors[p.name]) != p.sha256
-        ]
+        found = cls._read(artifact.parent / name, manifest, lambda stored: wanted)
+        wrong = [p.name for p in wanted if tensor_digest(found.tensors[p.name]) != p.sha256]
         if wrong:
             raise ArtifactError(
                 artifact.parent / name,
@@ -57,19 +63,7 @@ class Parameters:
             ArtifactError: it cannot be read, or a tensor is missing, extra, misshapen or
                 corrupted; names them all.
         """
-        stored, data = read_parameters(path)
-        chosen = _choose(path, stored, manifest)
-        tensors = {p.name: _tensor(data, stored[chosen[p.name]], p) for p in manifest.parameters}
-        wrong = [
-            n
-            for n, t in tensors.items()
-            if (d := stored[chosen[n]].digest) and d != tensor_digest(t)
-        ]
-        if wrong:
-            raise ArtifactError(path, f"corrupted (the checksum differs): {_listed(wrong)}")
-        tied = {n: _tensor(data, stored[n], p) for n, p in _tied(manifest, stored)}
-        _check_ties(path, manifest, tied)
-        return cls(tensors)
+        return cls._read(path, manifest, lambda stored: _wanted(manifest, stored))
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> Parameters:
@@ -84,22 +78,68 @@ class Parameters:
         stored = {
             n: Stored(dtype_name(t.dtype), tuple(t.shape), t.nbytes) for n, t in tensors.items()
         }
-        chosen = _choose("params", stored, manifest)
-        _check_ties("params", manifest, {n: tensors[n] for n, _ in _tied(manifest, tensors)})
+        wanted = _wanted(manifest, stored)
+        chosen = _choose("params", stored, manifest, wanted)
+        _check_ties("params", wanted, {n: tensors[n] for n, _ in _tied(wanted, tensors)})
         dense = torch.contiguous_format
         return cls(
             {
                 p.name: tensors[chosen[p.name]].detach().cpu().clone(memory_format=dense)
-                for p in manifest.parameters
+                for p in wanted
             }
         )
 
+    @classmethod
+    def _read(
+        cls,
+        path: Path,
+        manifest: Manifest,
+        choose: Callable[[Mapping[str, Stored]], Sequence[Parameter]],
+    ) -> Parameters:
+        stored, data = read_parameters(path)
+        wanted = choose(stored)
+        chosen = _choose(path, stored, manifest, wanted)
+        tensors = {p.name: _tensor(data, stored[chosen[p.name]], p) for p in wanted}
+        wrong = [
+            n
+            for n, t in tensors.items()
+            if (d := stored[chosen[n]].digest) and d != tensor_digest(t)
+        ]
+        if wrong:
+            raise ArtifactError(path, f"corrupted (the checksum differs): {_listed(wrong)}")
+        tied = {n: _tensor(data, stored[n], p) for n, p in _tied(wanted, stored)}
+        _check_ties(path, wanted, tied)
+        return cls(tensors)
 
-def _choose(path: Path | str, stored: Mapping[str, Stored], manifest: Manifest) -> dict[str, str]:
+    def completed(self, artifact: Path, manifest: Manifest) -> Parameters:
+        """Add what no `state_dict` has, and was not given, from the file beside the artifact.
+
+        Raises:
+            ArtifactError: as `beside`.
+        """
+        left = [p for p in manifest.parameters if p.name not in self.tensors]
+        return Parameters({**self.tensors, **self.beside(artifact, manifest, left).tensors})
+
+
+def _wanted(manifest: Manifest, known: Collection[str]) -> list[Parameter]:
+    """Return the parameters that other weights must hold, and those that they hold anyway."""
+    return [
+        p
+        for p in manifest.parameters
+        if p.is_saved or any(n in known for n in (p.name, *p.aliases))
+    ]
+
+
+def _choose(
+    path: Path | str,
+    stored: Mapping[str, Stored],
+    manifest: Manifest,
+    wanted: Sequence[Parameter],
+) -> dict[str, str]:
     """Find each parameter under one of its names; say all that is wrong at once."""
     problems: list[str] = []
     chosen: dict[str, str] = {}
-    for parameter in manifest.parameters:
+    for parameter in wanted:
         names = [n for n in (parameter.name, *parameter.aliases) if n in stored]
         if not names:
             problems.append(f"missing: {parameter.name} ({_kind(parameter)})")
@@ -114,15 +154,16 @@ def _choose(path: Path | str, stored: Mapping[str, Stored], manifest: Manifest) 
     return chosen
 
 
-def _tied(manifest: Manifest, known: Collection[str]) -> list[tuple[str, Parameter]]:
+def _tied(wanted: Sequence[Parameter], known: Collection[str]) -> list[tuple[str, Parameter]]:
     """Return those names that are known of parameters that have several."""
-    parameters = [p for p in manifest.parameters if p.aliases]
-    return [(n, p) for p in parameters for n in (p.name, *p.aliases) if n in known]
+    return [(n, p) for p in wanted if p.aliases for n in (p.name, *p.aliases) if n in known]
 
 
-def _check_ties(path: Path | str, manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+def _check_ties(
+    path: Path | str, wanted: Sequence[Parameter], tensors: Mapping[str, torch.Tensor]
+) -> None:
     """Refuse tensors that differ where the artifact has one: it would not be what was trained."""
-    for parameter in manifest.parameters:
+    for parameter in wanted:
         same = [n for n in (parameter.name, *parameter.aliases) if n in tensors]
         if any(not is_same_value(tensors[same[0]], tensors[n]) for n in same[1:]):
             raise ArtifactError(

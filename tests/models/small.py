@@ -219,6 +219,30 @@ class SetsTwo(nn.Module):
         return y
 
 
+class Rows(nn.Module):
+    """A cache that no `state_dict` has, and that lies in another order than its dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("rows", torch.zeros(4, 6).t(), persistent=False)
+
+    def forward(self, index: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        self.rows.scatter_add_(0, index, self.layer(x))
+        return self.rows.sum(1)
+
+
+class ReadsRows(nn.Module):
+    """The same tensors under other names."""
+
+    def __init__(self, rows: Rows) -> None:
+        super().__init__()
+        self.inner = rows
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.inner.rows, self.inner.rows.t().reshape(-1), self.inner.layer(x)
+
+
 def seeded(*sizes: int) -> torch.Tensor:
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(sum(sizes)))
 

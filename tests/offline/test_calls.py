@@ -15,7 +15,9 @@ from models.small import (
     Cache,
     CopiesIn,
     Point,
+    ReadsRows,
     Remembers,
+    Rows,
     SetsTwo,
     SmallModel,
     Unknown,
@@ -234,6 +236,27 @@ def test_a_failed_call_leaves_the_state_as_it_was(
             results[0].wait()
     assert_same(cache.step(x), eager_cache(x))
     assert_same(cache.step(x), eager_cache(x))
+
+
+@torch.no_grad()
+def test_one_tensor_is_one_whatever_each_entry_point_calls_it(target: str, tmp_path: Path) -> None:
+    rows, index = Rows(), torch.tensor([[0, 5, 2, 1]])
+    reads, x = ReadsRows(rows), seeded(1, 4)
+    models = {"read": SmallModel(reads, (x,)), "write": SmallModel(rows, (index, x))}
+    path = compiled(models, tmp_path / "rows.vmfb")
+    tuned = {name: value + 1 for name, value in rows.state_dict().items()}  # rows is none of them
+    for params in (None, tuned):
+        rows.rows.zero_()
+        rows.load_state_dict(params or rows.state_dict())
+        program = npu_iree.load(path, target, params=params)
+        assert program.manifest.states == ("inner.rows",)
+        for _ in range(2):
+            assert_same(program.write(index, x), rows(index, x))
+            found = program.read(x)
+            assert_same(found, reads(x))
+            for result in found:
+                result.fill_(77)
+        assert_same(program.read.submit(x)[0].to_host(), rows.rows)
 
 
 WRITERS = {CopiesIn: 2, Remembers: 1, SetsTwo: 1}  # -> how many arguments
