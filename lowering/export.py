@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +24,14 @@ from torch.export.graph_signature import (
 )
 from torch.utils import _pytree as pytree
 
+from lowering.arithmetic import can_evaluate
 from lowering.capture import CapturedGraph, normalize
 from lowering.decompositions import DecompositionTable
 from lowering.dtypes import DTYPE_NAMES
 from lowering.errors import ExportError
 from lowering.manifest import Argument, Call, Constant, Source
 from lowering.nodes import is_number
+from lowering.ranges import guards_of, symbol_ranges
 from lowering.region import Region, extract_region, tensor_spec, value_spec
 from lowering.segments import DEVICE, Segment
 from lowering.stored import RESULTS, StoredNames, value_of
@@ -52,6 +54,7 @@ class Export:
         saved: those of the names that a `state_dict` has.
         tensors: the values, by all names.
         symbols: symbolic size -> its range.
+        guards: what else must be true of these sizes.
         program: where it comes from.
     """
 
@@ -63,6 +66,7 @@ class Export:
     saved: frozenset[str]
     tensors: Mapping[str, torch.Tensor]
     symbols: Mapping[str, tuple[int, int | None]]
+    guards: tuple[str, ...]
     program: ExportedProgram
 
     @property
@@ -114,6 +118,7 @@ class Export:
             symbols=self.symbols,
             writes=tuple(writes),
             ops=tuple((op, str(line)) for op, line in region.ops),
+            guards=self.guards,
         )
 
     def _outputs(
@@ -131,7 +136,7 @@ class Export:
         outputs, writes = [], []
         specs = self.program.graph_signature.output_specs
         for spec, value in zip(specs, self.captured.outputs, strict=True):
-            source = _source(value, known)
+            source = _source(value, known, self.symbols)
             if spec.kind in RESULTS:
                 outputs.append(source)
             else:
@@ -187,7 +192,8 @@ def capture_export(name: str, program: ExportedProgram, names: StoredNames) -> E
         stored=inputs.stored,
         saved=frozenset(inputs.saved),
         tensors=inputs.tensors,
-        symbols={str(s): _limits(r) for s, r in program.range_constraints.items()},
+        symbols=symbol_ranges(program),
+        guards=guards_of(program),
         program=program,
     )
 
@@ -310,7 +316,8 @@ def _argument(spec: InputSpec, nodes: Mapping[str, fx.Node]) -> Argument:
         case TensorArgument(name=name):
             return Argument(name, tensor_spec(nodes[name].meta["val"]))
         case SymIntArgument(name=name):
-            return Argument(name, value_spec(nodes[name].meta["val"]))
+            value = nodes[name].meta["val"]
+            return Argument(name, value_spec(value), symbol=str(value))
         case ConstantArgument(name=name, value=value):
             return Argument(name, None, _constant(name, value))
     raise ExportError(f"argument {spec.arg.name} is of a kind that no artifact holds: {spec.arg}")
@@ -322,14 +329,18 @@ def _constant(name: str, value: Any) -> Constant:
     return value
 
 
-def _source(value: object, known: Mapping[fx.Node, Source]) -> Source:
+def _source(value: object, known: Mapping[fx.Node, Source], symbols: Collection[str]) -> Source:
     if not isinstance(value, fx.Node):
         return Source("constant", value=_constant("result", value))
     if value in known:
         return known[value]
     size = value.meta.get("val")
-    if is_number(size):
+    if is_number(size) and can_evaluate(str(size), symbols):
         return Source("size", name=str(size))
+    if is_number(size):
+        raise ExportError(
+            f"result {value.name} is {size}, which no artifact computes: return a tensor of it"
+        )
     raise ExportError(f"result {value.name} is a constant of the model, which no artifact returns")
 
 
@@ -348,16 +359,3 @@ def _tree_text(spec: pytree.TreeSpec | None, what: str) -> str:
             f"the {what} hold a type that cannot be written down ({error}); register it with "
             "torch.utils._pytree and a serialized_type_name, or use plain dicts, lists and tuples"
         ) from error
-
-
-def _limits(limits: Any) -> tuple[int, int | None]:
-    """Return a symbol's range; what is as good as unlimited is None.
-
-    PyTorch says "at least 2" of every size that it has not seen to be 1, since it would trace 1
-    apart; what it has traced is right for 1 too: nothing is broadcast along a size of that name.
-    """
-    most = limits.upper
-    is_finite = getattr(most, "is_finite", True) and getattr(most, "is_Integer", True)
-    high = int(most) if is_finite else None
-    low = int(limits.lower)
-    return 1 if low == 2 else max(0, low), high if high is None or high < 2**62 else None

@@ -33,11 +33,13 @@ class Argument:
         name: what the user calls it.
         spec: the tensor or number that it is; None for a value that was compiled in.
         value: that value.
+        symbol: of a whole number that may change: what it is to sizes, an expression of symbols.
     """
 
     name: str
     spec: TensorSpec | ScalarSpec | None
     value: Constant = None
+    symbol: str = ""
 
     def __str__(self) -> str:
         return f"{self.name}: {self.spec if self.spec is not None else repr(self.value)}"
@@ -76,6 +78,7 @@ class Call:
         symbols: symbolic size -> its least and largest value (None: no limit).
         writes: what the call changes: (argument or state, the result it is set to).
         ops: what is computed: op names and the user's lines.
+        guards: what must be true of the symbolic sizes.
     """
 
     arguments: tuple[Argument, ...]
@@ -88,6 +91,7 @@ class Call:
     symbols: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
     writes: tuple[tuple[Source, Source], ...] = ()
     ops: tuple[tuple[str, str], ...] = ()
+    guards: tuple[str, ...] = ()
 
     @property
     def entry_point(self) -> EntryPoint:
@@ -267,13 +271,18 @@ def _call(row: _Row) -> Call:
         symbols={name: _range(row, name) for name in row.take("symbols", dict)},
         writes=_pairs(row, "writes", _source_at),
         ops=_pairs(row, "ops", _text_at),
+        guards=row.items("guards", str) if "guards" in row.values else (),
     )
 
 
 def _argument(row: _Row) -> Argument:
     spec = row.values.get("spec")
-    value = _constant(row)
-    return Argument(row.take("name", str), None if spec is None else _spec(row.row("spec")), value)
+    return Argument(
+        name=row.take("name", str),
+        spec=None if spec is None else _spec(row.row("spec")),
+        value=_constant(row),
+        symbol=row.take("symbol", str) if "symbol" in row.values else "",
+    )
 
 
 def _spec(row: _Row) -> TensorSpec | ScalarSpec:

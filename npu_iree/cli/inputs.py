@@ -10,13 +10,13 @@ import numpy as np
 import torch
 import typer
 
+from lowering.arithmetic import evaluate, names_in
 from lowering.dtypes import DTYPES
 from lowering.manifest import Argument, Call
 from lowering.signature import ScalarSpec
 from npu_iree.errors import ArgumentError, OptionError
 from npu_iree.offline.entry import LoadedEntry
 from npu_iree.offline.load import LoadedProgram, load
-from npu_iree.offline.sizes import evaluate
 
 Artifact = Annotated[Path, typer.Argument(help="what npu-iree compile wrote")]
 Inputs = Annotated[
@@ -87,6 +87,8 @@ def _value(
             )
         return argument.value
     if isinstance(spec, ScalarSpec):
+        if argument.symbol and text == "@rand":
+            return _size(argument.symbol, call, sizes)
         return _number(spec.dtype, text, argument.name)
     if text != "@rand":
         return _read(argument.name, Path(text.removeprefix("@")))
@@ -102,7 +104,7 @@ def _size(symbol: str, call: Call, sizes: dict[str, int]) -> int:
         return sizes[symbol]
     if not symbol.isidentifier():
         try:
-            return int(evaluate(symbol, {n: _size(n, call, sizes) for n in call.symbols}))
+            return int(evaluate(symbol, {n: _size(n, call, sizes) for n in names_in(symbol)}))
         except ValueError as error:
             raise OptionError(f"give the input of size {symbol} by a file: {error}") from error
     low, high = call.symbols.get(symbol, (1, None))

@@ -9,10 +9,10 @@ import torch
 
 from lowering.dtypes import DTYPES, dtype_name
 from lowering.manifest import Argument
-from lowering.signature import NUMBERS, ScalarSpec, inverse
+from lowering.signature import NUMBERS, ScalarSpec, TensorSpec, inverse
 from npu_iree.array import DeviceArray
 from npu_iree.errors import ArgumentError
-from npu_iree.offline.sizes import match_shape
+from npu_iree.offline.sizes import Size, match_shape, match_size
 
 
 def by_name(
@@ -40,8 +40,20 @@ def is_same_constant(one: object, other: object) -> bool:
     return type(one) is type(other) and repr(one) == repr(other)
 
 
-def check_argument(argument: Argument, value: Any, sizes: dict[str, int]) -> None:
-    """Raise ValueError if a value is not what an argument was compiled for."""
+def check_argument(
+    argument: Argument, value: Any, sizes: dict[str, int], later: list[Size]
+) -> None:
+    """Check that a value is what an argument was compiled for.
+
+    Args:
+        argument: what it was compiled for.
+        value: of the call.
+        sizes: takes the symbolic sizes that it shows.
+        later: takes the sizes that cannot be checked before others are known.
+
+    Raises:
+        ValueError: it is something else.
+    """
     spec, name = argument.spec, argument.name
     if spec is None:
         if not is_same_constant(value, argument.value):
@@ -53,7 +65,14 @@ def check_argument(argument: Argument, value: Any, sizes: dict[str, int]) -> Non
         kind = NUMBERS[spec.dtype]
         if type(value) is not kind:
             raise ValueError(f"{name} is {kind.__name__}, not {type(value).__name__}")
+        if argument.symbol:
+            match_size((name, None, value, argument.symbol), sizes, later)
         return
+    _check_tensor(name, value, spec)
+    match_shape(name, _shape_of(value, spec), spec.shape, sizes, later)
+
+
+def _check_tensor(name: str, value: Any, spec: TensorSpec) -> None:
     if not isinstance(value, (torch.Tensor, DeviceArray)):
         raise ValueError(f"{name} is a tensor, not {type(value).__name__}")
     if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
@@ -62,9 +81,11 @@ def check_argument(argument: Argument, value: Any, sizes: dict[str, int]) -> Non
         raise ValueError(f"{name} is on {value.device}; give a CPU tensor or a handle")
     if value.dtype != DTYPES[spec.dtype]:
         raise ValueError(f"{name} is {dtype_name(value.dtype)}, and was compiled for {spec.dtype}")
+
+
+def _shape_of(value: torch.Tensor | DeviceArray, spec: TensorSpec) -> tuple[int, ...]:
     shape = tuple(value.shape)
-    if isinstance(value, DeviceArray) and not spec.is_contiguous:  # a handle has the stored order
-        shape = (
-            tuple(shape[d] for d in inverse(spec.order)) if len(shape) == len(spec.order) else shape
-        )
-    match_shape(name, shape, spec.shape, sizes)
+    is_stored = isinstance(value, DeviceArray) and not spec.is_contiguous  # a handle has that order
+    if not is_stored or len(shape) != len(spec.order):
+        return shape
+    return tuple(shape[d] for d in inverse(spec.order))

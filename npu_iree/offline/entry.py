@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lowering.arithmetic import evaluate
 from lowering.manifest import Call, Source
 from lowering.signature import TensorSpec
 from npu_iree.array import DeviceArray
@@ -19,7 +20,7 @@ from npu_iree.executable import Executable
 from npu_iree.frozen import overlapping, spans
 from npu_iree.offline.arguments import by_name, check_argument
 from npu_iree.offline.declarations import check_call
-from npu_iree.offline.sizes import check_ranges, evaluate, places_of
+from npu_iree.offline.sizes import Size, check_guards, check_ranges, places_of, settle
 from npu_iree.offline.states import State, States
 from npu_iree.offline.trees import read_tree
 
@@ -55,7 +56,7 @@ class LoadedEntry:
         self._written_arguments = [t.index for t, _ in call.writes if t.kind == "argument"]
         self._places = places_of(
             {a.name: a.spec.shape for a in call.arguments if isinstance(a.spec, TensorSpec)}
-        )
+        ) | {a.symbol: a.name for a in call.arguments if a.symbol}
         self._written = {t.name: s.index for t, s in call.writes if t.kind == "state"}
         used = [*call.takes, *call.outputs]
         self._is_stateful = bool(self._written) or any(s.kind == "state" for s in used)
@@ -225,16 +226,19 @@ class LoadedEntry:
     def _checked(self, leaves: Sequence[Any]) -> dict[str, int]:
         """Check the arguments against what was compiled for; return the symbolic sizes."""
         sizes: dict[str, int] = {}
+        later: list[Size] = []
         try:
             for argument, value in zip(self.call.arguments, leaves, strict=True):
-                check_argument(argument, value, sizes)
+                check_argument(argument, value, sizes, later)
             for i in self._written_arguments:
                 if isinstance(leaves[i], DeviceArray):
                     raise ValueError(
                         f"{self.call.arguments[i].name} is a handle, and the call writes to it; "
                         "give a CPU tensor"
                     )
+            settle(later, sizes)
             check_ranges(sizes, self.call.symbols, self._places)
+            check_guards(self.call.guards, sizes)
             for source in self.call.outputs:
                 if source.kind == "size":
                     evaluate(source.name, sizes)

@@ -1,84 +1,22 @@
-"""Symbolic sizes of an artifact: found from the shapes of a call, checked, and computed with."""
+"""Symbolic sizes of an artifact: found from the arguments of a call, and checked."""
 
 from __future__ import annotations
 
-import ast
-import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
-_OPERATORS: dict[type, Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.USub: operator.neg,
-}
-_LONGEST, _LARGEST = 2000, 1 << 128
-# How sympy and torch write the functions of sizes that exports have.
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "CeilToInt": math.ceil,
-    "FloorDiv": operator.floordiv,
-    "FloorToInt": math.floor,
-    "Max": max,
-    "Min": min,
-    "Mod": operator.mod,
-    "PythonMod": operator.mod,
-    "ceiling": math.ceil,
-    "floor": math.floor,
-}
+from lowering.arithmetic import evaluate, is_polynomial, names_in
 
-
-def evaluate(expression: str, sizes: Mapping[str, int]) -> int | float:
-    """Compute an expression of symbolic sizes, e.g. `2*s0 + 1`; nothing but arithmetic is done.
-
-    Raises:
-        ValueError: it is no such expression, or names an unknown size.
-    """
-    try:
-        if len(expression) > _LONGEST:
-            raise TypeError("it is too long")
-        result: int | float = _bounded(ast.parse(expression, mode="eval").body, sizes)
-    except (SyntaxError, RecursionError, MemoryError, ArithmeticError, TypeError) as error:
-        raise ValueError(f"{expression[:80]!r} is no expression of sizes: {error}") from error
-    return result
-
-
-def _bounded(node: ast.AST, sizes: Mapping[str, int]) -> Any:
-    value = _value(node, sizes)
-    if abs(value) > _LARGEST:  # no honest shape has it, and it may take all memory
-        raise ValueError("a number that is no size")
-    return value
-
-
-def _value(node: ast.AST, sizes: Mapping[str, int]) -> Any:
-    match node:
-        case ast.Constant(value=int() | float() as value):
-            return value
-        case ast.Name(id=name) if name in sizes:
-            return sizes[name]
-        case ast.BinOp(op=ast.Pow(), left=base, right=power):
-            return _power(_bounded(base, sizes), _bounded(power, sizes))
-        case ast.BinOp(op=op, left=left, right=right) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_bounded(left, sizes), _bounded(right, sizes))
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_bounded(operand, sizes))
-        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
-            return _FUNCTIONS[name](*(_bounded(arg, sizes) for arg in args))
-    raise ValueError(f"{ast.unparse(node)[:80]!r} is no expression of the sizes {list(sizes)}")
-
-
-def _power(base: Any, power: Any) -> Any:
-    if abs(power) > 8:
-        raise ValueError(f"{base}**{power} is no size")
-    return base**power
+# A size of a call: the argument, its dimension (None: it is a number), the size, what it must be.
+Size: TypeAlias = tuple[str, int | None, int, str]
 
 
 def match_shape(
-    name: str, shape: Sequence[int], wanted: Sequence[int | str], sizes: dict[str, int]
+    name: str,
+    shape: Sequence[int],
+    wanted: Sequence[int | str],
+    sizes: dict[str, int],
+    later: list[Size],
 ) -> None:
     """Check a shape against one with symbols; those that are new are added to `sizes`.
 
@@ -87,6 +25,7 @@ def match_shape(
         shape: its sizes.
         wanted: a size, a symbol, or an expression of symbols for each.
         sizes: symbol -> size, as far as they are known.
+        later: takes what cannot be checked before more symbols are known.
 
     Raises:
         ValueError: it does not match; says which dimension.
@@ -94,18 +33,83 @@ def match_shape(
     if len(shape) != len(wanted):
         raise ValueError(f"{name} has {len(shape)} dimensions, not {len(wanted)}: {list(shape)}")
     for dim, (size, want) in enumerate(zip(shape, wanted, strict=True)):
-        if isinstance(want, str) and want.isidentifier():
-            expected: int | float = sizes.setdefault(want, size)
-        elif isinstance(want, str):
-            try:
-                expected = evaluate(want, sizes)
-            except ValueError:  # of a symbol that no dimension shows: the device checks it
-                continue
-        else:
-            expected = want
-        if size != expected:
-            symbol = f" ({want})" if isinstance(want, str) else ""
-            raise ValueError(f"dimension {dim} of {name} is {size}, not {expected}{symbol}")
+        if isinstance(want, str):
+            match_size((name, dim, size, want), sizes, later)
+        elif size != want:
+            raise ValueError(f"dimension {dim} of {name} is {size}, not {want}")
+
+
+def match_size(place: Size, sizes: dict[str, int], later: list[Size]) -> None:
+    """Check one size that is a symbol or an expression of symbols, as `match_shape` does."""
+    _, _, size, want = place
+    if want.isidentifier():
+        if sizes.setdefault(want, size) != size:
+            raise ValueError(f"{_told(place)}, not {sizes[want]} ({want})")
+    elif names_in(want) <= sizes.keys():
+        _check(place, sizes)
+    else:
+        later.append(place)
+
+
+def settle(later: Sequence[Size], sizes: dict[str, int]) -> None:
+    """Check the sizes that had to wait; a symbol that only an expression shows is solved for.
+
+    Raises:
+        ValueError: one does not match.
+    """
+    left: list[Size] = []
+    for place in later:
+        unknown = names_in(place[3]) - sizes.keys()
+        if len(unknown) > 1:
+            left.append(place)
+            continue
+        for symbol in unknown:
+            sizes |= _solved(place, symbol, sizes)
+        _check(place, sizes)
+    if left and len(left) < len(later):
+        settle(left, sizes)
+
+
+def _solved(place: Size, symbol: str, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Find the one unknown symbol of an expression, if it is a multiple and something added."""
+    _, _, size, want = place
+    if not is_polynomial(want):
+        return {}
+    zero, one, two = (int(evaluate(want, {**sizes, symbol: n})) for n in (0, 1, 2))
+    step = one - zero
+    if not step or two - one != step:
+        return {}
+    if (size - zero) % step:
+        raise ValueError(f"{_told(place)}, which no whole {symbol} makes {want}")
+    return {symbol: (size - zero) // step}
+
+
+def _check(place: Size, sizes: Mapping[str, int]) -> None:
+    _, _, size, want = place
+    try:
+        expected = evaluate(want, sizes)
+    except ValueError:  # of a symbol that nothing shows: the device checks it
+        return
+    if size != expected:
+        raise ValueError(f"{_told(place)}, not {expected} ({want})")
+
+
+def _told(place: Size) -> str:
+    name, dim, size, _ = place
+    return f"{name} is {size}" if dim is None else f"dimension {dim} of {name} is {size}"
+
+
+def check_guards(guards: Sequence[str], sizes: Mapping[str, int]) -> None:
+    """Check what was taken for granted of sizes when the program was made.
+
+    Raises:
+        ValueError: it is not so.
+    """
+    for guard in guards:
+        names = names_in(guard)
+        if names <= sizes.keys() and not evaluate(guard, sizes):
+            found = ", ".join(f"{name} = {sizes[name]}" for name in sorted(names))
+            raise ValueError(f"the artifact is for sizes with {guard}, and not for {found}")
 
 
 def check_ranges(
@@ -134,8 +138,11 @@ def check_ranges(
 def places_of(shapes: Mapping[str, Sequence[int | str]]) -> dict[str, str]:
     """Return where each symbol is seen first, e.g. `dimension 1 of x`, from shapes by name."""
     found: dict[str, str] = {}
+    parts: dict[str, str] = {}
     for name, shape in shapes.items():
         for dim, size in enumerate(shape):
             if isinstance(size, str):
                 found.setdefault(size, f"dimension {dim} of {name}")
-    return found
+                for symbol in names_in(size):
+                    parts.setdefault(symbol, f"{symbol}, with {size} as dimension {dim} of {name},")
+    return {**parts, **found}

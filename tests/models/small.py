@@ -243,6 +243,27 @@ class ReadsRows(nn.Module):
         return self.inner.rows, self.inner.rows.t().reshape(-1), self.inner.layer(x)
 
 
+class Pairs(nn.Module):
+    """A size that must be even."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(-1, 2, 4).sum(1)
+
+
+class Halves(nn.Module):
+    """The first size is twice the second."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.view(y.shape[0], 2, 4).sum(1) + y
+
+
+class Counted(nn.Module):
+    """A whole number that is also a size, one that is none, and what is computed of them."""
+
+    def forward(self, x: torch.Tensor, n: int, step: int) -> tuple[Any, ...]:
+        return x + torch.arange(n) * step, n / 2, n // 2 + step
+
+
 def seeded(*sizes: int) -> torch.Tensor:
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(sum(sizes)))
 
@@ -277,6 +298,20 @@ def signatures() -> dict[str, SmallModel]:
         "writes_input": SmallModel(WritesInput(), (seeded(3), seeded(3, 1).view(3))),
         "tied": SmallModel(Tied(), (torch.tensor([[1, 2, 9]]),)),
         "constants": SmallModel(Constants(), (seeded(2, 3),)),
+    }
+
+
+def sized() -> dict[str, SmallModel]:
+    """Models whose sizes are not only symbols."""
+    half, any_ = Dim("half", min=2, max=16), Dim.DYNAMIC
+    counted = {"x": {0: any_}, "n": any_, "step": Dim.DYNAMIC(min=3, max=8)}
+    return {
+        "derived": SmallModel(Pairs(), (seeded(8, 4),), dynamic=({0: 2 * half},)),
+        "hinted": SmallModel(Pairs(), (seeded(8, 4),), dynamic=({0: any_},)),
+        "late": SmallModel(
+            Halves(), (seeded(8, 4), seeded(4, 4)), dynamic=({0: 2 * half}, {0: half})
+        ),
+        "counted": SmallModel(Counted(), (seeded(5), 5, 4), dynamic=counted),
     }
 
 

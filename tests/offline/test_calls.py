@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from models.small import (
     compiled,
     seeded,
     signatures,
+    sized,
 )
 from npu_iree.offline.build import write_artifact
 from npu_iree.offline.load import LoadedProgram
@@ -114,6 +116,30 @@ def test_wrong_arguments_are_told(
         program.outputs(*args)
     assert reason in str(raised.value)
     assert ledger.entries == []
+
+
+def test_sizes_are_what_the_program_takes_for_granted(tmp_path: Path) -> None:
+    models = sized()
+    program = npu_iree.load(compiled(models, tmp_path / "sized.vmfb"))
+    right = {
+        "derived": (seeded(6, 4),),
+        "hinted": (seeded(2, 4),),
+        "late": (seeded(6, 4), seeded(3, 4)),
+        "counted": (seeded(7), 7, 3),
+    }
+    for name, args in right.items():
+        assert_same(program[name](*args), models[name].model(*args))
+    wrong: list[tuple[str, tuple[Any, ...], str]] = [
+        ("derived", (seeded(7, 4),), "dimension 0 of x is 7, which no whole"),
+        ("derived", (seeded(400, 4),), "as dimension 0 of x, is 200, and the artifact is for 1 to"),
+        ("hinted", (seeded(7, 4),), "the artifact is for sizes with Eq(Mod("),
+        ("late", (seeded(6, 4), seeded(4, 4)), "dimension 0 of x is 6, not 8"),
+        ("counted", (seeded(7), 6, 3), "n is 6, not 7"),
+        ("counted", (seeded(7), 7, 9), "step is 9, and the artifact is for 3 to 8"),
+    ]
+    for name, args, reason in wrong:
+        with pytest.raises(npu_iree.ArgumentError, match=re.escape(reason)):
+            program[name](*args)
 
 
 def test_arguments_by_position_and_by_name(program: LoadedProgram) -> None:

@@ -22,9 +22,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import npu_iree
+from lowering.arithmetic import evaluate
 from lowering.manifest import MEMBER, Manifest
 from lowering.vmfb import pack, unpack
-from npu_iree.offline.sizes import evaluate
 from npu_iree.offline.trees import read_tree
 from runtime_env import ROOT
 
