@@ -27,10 +27,12 @@ def guards_of(program: ExportedProgram) -> tuple[str, ...]:
     values = [n.meta.get("val") for n in program.graph.find_nodes(op="placeholder")]
     modes = [v.fake_mode for v in values if isinstance(v, torch._subclasses.FakeTensor)]
     environment = modes[0].shape_env if modes else None
+    if environment is None:
+        return ()
+    names = {str(s) for s in program.range_constraints}
     found: dict[str, None] = {}
-    for guard in environment.guards if environment is not None else ():
+    for guard in environment.guards:
         expression = guard.expr.xreplace(environment.replacements)
-        names = {str(s) for s in program.range_constraints}
         if _is_telling(expression) and can_evaluate(str(expression), names):
             found[str(expression)] = None
     return tuple(found)

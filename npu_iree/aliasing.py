@@ -7,6 +7,7 @@ with other views of one tensor would read and write the wrong elements.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
@@ -16,7 +17,7 @@ from torch._C._dynamo.guards import compute_overlapping_tensors
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from npu_iree.frozen import is_lazy_copy, storage_address
+from npu_iree.frozen import address_of, is_lazy_copy, storage_address
 from npu_iree.torch_device.current import NAME, is_on_npu
 
 # For each argument that overlaps another: its position, the first position in that memory, and
@@ -66,7 +67,7 @@ class Aliases:
         None that is written to may overlap itself: all its elements would be written, each with
         what it alone should be.
         """
-        if any(_overlaps_itself(args[i]) for i in self._written):
+        if any(overlaps_itself(args[i]) for i in self._written):
             return False
         tensors = self._tensors(args)
         memories = list(map(self._place, tensors))
@@ -95,7 +96,7 @@ class Aliases:
         return found
 
 
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
+def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Say whether several elements of a tensor may be in the same place."""
     if not torch._debug_has_internal_overlap(tensor):
         return False
@@ -106,6 +107,37 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
                 return True
             reach += stride * (size - 1)
     return False
+
+
+def may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Say whether a write to one CPU tensor may change the other.
+
+    Of tensors with storages of their own only the extents are compared.
+    """
+    if storage_address(one) == storage_address(other) and one.dtype == other.dtype:
+        if not one.numel() or not other.numel() or _are_interleaved(one, other):
+            return False
+        pair = [one.detach(), other.detach()]
+        return bool(compute_overlapping_tensors(pair, symbolic=False))
+    (begin, end), (other_begin, other_end) = _extent(one), _extent(other)
+    return begin < other_end and other_begin < end
+
+
+def _are_interleaved(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Say whether two tensors of one storage are e.g. its even and its odd elements."""
+    sizes, strides = (*one.shape, *other.shape), (*one.stride(), *other.stride())
+    step = math.gcd(*(n for size, n in zip(sizes, strides, strict=True) if size > 1))
+    distance = int(one.storage_offset()) - int(other.storage_offset())
+    return step > 1 and distance % step != 0
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where a tensor's first element begins and its last one ends."""
+    begin = address_of(tensor)
+    if not tensor.numel():
+        return begin, begin
+    last = sum(n * (size - 1) for n, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
 
 
 def _place(tensor: torch.Tensor) -> int:

@@ -87,3 +87,14 @@ class DeviceArray:
         dtype = str(self.dtype).removeprefix("torch.")
         target = self.device.target.name
         return f"<DeviceArray {list(self.shape)} {dtype} on {target}, {state}>"
+
+
+class KeptArray(DeviceArray):
+    """A handle on memory that the device goes on to use: the host gets a copy of the bytes."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, array: DeviceArray) -> KeptArray:
+        """Make one of another handle."""
+        return cls(array.device, array._view, array.shape, array.dtype, array.ready)

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lowering.dtypes import DTYPE_NAMES
 from lowering.suggest import there_are
 from npu_iree.arenas import Arenas
-from npu_iree.array import DeviceArray
+from npu_iree.array import DeviceArray, KeptArray
 from npu_iree.blocks import Blocks
 from npu_iree.errors import ArgumentError, DeviceError, NpuIreeError, TargetError
 from npu_iree.frozen import address_of
@@ -130,7 +130,8 @@ class Device:
             timeout_s: seconds to wait at most; None: for ever.
 
         Returns:
-            Contiguous CPU tensors; where memory is unified, they are the device's own bytes.
+            Contiguous CPU tensors; where memory is unified, they are the device's own bytes, but
+            for those of a `KeptArray`.
 
         Raises:
             DeviceError: the work that makes one of them failed; names the first that did.
@@ -142,7 +143,10 @@ class Device:
             record(Transfer("wait", "wait", 0, f"{len(arrays)} handles", "to_host"))
             for array in arrays:
                 record(Transfer("d2h", mode, array.nbytes, repr(array), "to_host"))
-        return self.fetch(arrays, timeout_s)
+        tensors = self.fetch(arrays, timeout_s)
+        is_unified = self.target.memory == "unified"
+        is_kept = [is_unified and isinstance(array, KeptArray) for array in arrays]
+        return [t.clone() if kept else t for t, kept in zip(tensors, is_kept, strict=True)]
 
     def fetch(
         self, arrays: Sequence[DeviceArray], timeout_s: float | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from lowering.dtypes import DTYPES, dtype_name
 from lowering.manifest import Argument
 from lowering.signature import NUMBERS, ScalarSpec, TensorSpec, inverse
+from npu_iree.aliasing import may_overlap, overlaps_itself
 from npu_iree.array import DeviceArray
 from npu_iree.errors import ArgumentError
 from npu_iree.offline.sizes import Size, match_shape, match_size
@@ -62,7 +63,7 @@ def check_argument(
             )
         return
     if isinstance(spec, ScalarSpec):
-        kind = NUMBERS[spec.dtype]
+        kind: type[Any] = NUMBERS[spec.dtype]
         if type(value) is not kind:
             raise ValueError(f"{name} is {kind.__name__}, not {type(value).__name__}")
         if argument.symbol:
@@ -70,6 +71,40 @@ def check_argument(
         return
     _check_tensor(name, value, spec)
     match_shape(name, _shape_of(value, spec), spec.shape, sizes, later)
+
+
+def check_written(
+    arguments: Sequence[Argument], values: Sequence[Any], written: Collection[int]
+) -> None:
+    """Check that a call can write to arguments, and that nothing else is changed by that.
+
+    Args:
+        arguments: what was compiled for.
+        values: of the call; each is what its argument was compiled for.
+        written: the positions of those that the call writes to.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    for i in written:
+        name, value = arguments[i].name, values[i]
+        if isinstance(value, DeviceArray):
+            raise ValueError(f"{name} is a handle, and the call writes to it; give a CPU tensor")
+        if value.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} requires a gradient, and the call writes to it, which no gradient sees; "
+                "call it under torch.no_grad()"
+            )
+        if overlaps_itself(value):
+            raise ValueError(
+                f"{name} has several elements in one place, and the call writes to it; clone it"
+            )
+        for j, other in enumerate(values):
+            if j != i and isinstance(other, torch.Tensor) and may_overlap(value, other):
+                raise ValueError(
+                    f"{name} shares memory with {arguments[j].name}, and the call writes to it; "
+                    "clone one of them"
+                )
 
 
 def _check_tensor(name: str, value: Any, spec: TensorSpec) -> None:

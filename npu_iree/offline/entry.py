@@ -12,13 +12,13 @@ import torch
 from lowering.arithmetic import evaluate
 from lowering.manifest import Call, Source
 from lowering.signature import TensorSpec
-from npu_iree.array import DeviceArray
+from npu_iree.array import DeviceArray, KeptArray
 from npu_iree.border import Crossing, fetch, put_in_place
 from npu_iree.device import Device
 from npu_iree.errors import ArgumentError, ArtifactError
 from npu_iree.executable import Executable
 from npu_iree.frozen import overlapping, spans
-from npu_iree.offline.arguments import by_name, check_argument
+from npu_iree.offline.arguments import by_name, check_argument, check_written
 from npu_iree.offline.declarations import check_call
 from npu_iree.offline.sizes import Size, check_guards, check_ranges, places_of, settle
 from npu_iree.offline.states import State, States
@@ -102,8 +102,10 @@ class LoadedEntry:
             crossings = [self._crossings[i] for i in self._fetched]
             kept = [results[i] for i in self._written.values()]
             given = list(imported)
-            tensors = fetch(self._device, arrays, crossings, "the caller", imported, kept)
-            self._advance(self._own(results, kept, given))
+            lent = [value for value in leaves if isinstance(value, DeviceArray)]
+            others = [*kept, *lent, *self._read_states()]
+            tensors = fetch(self._device, arrays, crossings, "the caller", imported, others)
+            self._advance(self._own(results, kept, given, lent))
             states = self._returned_states()
         for i, tensor in zip(self._fetched, tensors, strict=True):
             results[i] = tensor
@@ -131,7 +133,9 @@ class LoadedEntry:
         with self._turn():
             results = self._run(leaves, [], in_place=False)
             self._advance(results)
-            states = self._returned_states()
+            states = {n: self._handle(value) for n, value in self._returned_states().items()}
+        if self._is_stateful:  # each may be in the memory of a state
+            results = [KeptArray.of(result) for result in results]
         return self._outputs(results, leaves, sizes, states)
 
     def taken(self, leaves: Sequence[Any]) -> list[Any]:
@@ -164,7 +168,11 @@ class LoadedEntry:
             self._states.advance({n: results[i] for n, i in self._written.items()})
 
     def _own(
-        self, results: Sequence[Any], kept: Sequence[DeviceArray], given: Sequence[torch.Tensor]
+        self,
+        results: Sequence[Any],
+        kept: Sequence[DeviceArray],
+        given: Sequence[torch.Tensor],
+        lent: Sequence[DeviceArray],
     ) -> Sequence[Any]:
         """Copy a state that is in the caller's memory: the compiler gives back what it was given.
 
@@ -172,13 +180,24 @@ class LoadedEntry:
             results: of the call.
             kept: those of them that are states.
             given: memory of the arguments.
+            lent: those of the arguments that are handles.
         """
-        if self._device.target.memory != "unified" or not kept or not given:
+        if self._device.target.memory != "unified" or not kept or not (given or lent):
             return results
         tensors = self._device.fetch(kept)
-        every = spans(tensors) + spans(given, are_others=True)
+        every = spans(tensors) + spans([*given, *self._device.fetch(lent)], are_others=True)
         copies = {id(kept[i]): self._device.put(tensors[i]) for i in overlapping(every)}
         return [copies.get(id(result), result) for result in results]
+
+    def _read_states(self) -> list[DeviceArray]:
+        """Return the states that a call reads and leaves as they are."""
+        names = {s.name for s in self.call.takes if s.kind == "state"} - self._written.keys()
+        states = self._states.current() if names else {}
+        return [v for n, v in states.items() if n in names and isinstance(v, DeviceArray)]
+
+    def _handle(self, state: State) -> DeviceArray:
+        """Return the value of a state for a caller who does not wait."""
+        return KeptArray.of(state) if isinstance(state, DeviceArray) else self._device.put(state)
 
     def _returned_states(self) -> dict[str, Any]:
         names = {s.name for s in self.call.outputs if s.kind == "state"}
@@ -230,15 +249,10 @@ class LoadedEntry:
         try:
             for argument, value in zip(self.call.arguments, leaves, strict=True):
                 check_argument(argument, value, sizes, later)
-            for i in self._written_arguments:
-                if isinstance(leaves[i], DeviceArray):
-                    raise ValueError(
-                        f"{self.call.arguments[i].name} is a handle, and the call writes to it; "
-                        "give a CPU tensor"
-                    )
             settle(later, sizes)
             check_ranges(sizes, self.call.symbols, self._places)
             check_guards(self.call.guards, sizes)
+            check_written(self.call.arguments, leaves, self._written_arguments)
             for source in self.call.outputs:
                 if source.kind == "size":
                     evaluate(source.name, sizes)

@@ -240,7 +240,7 @@ class ReadsRows(nn.Module):
         self.inner = rows
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.inner.rows, self.inner.rows.t().reshape(-1), self.inner.layer(x)
+        return self.inner.rows, self.inner.rows.unsqueeze(0), self.inner.layer(x)
 
 
 class Pairs(nn.Module):

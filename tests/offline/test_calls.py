@@ -185,10 +185,19 @@ def test_a_handle_of_another_device_is_refused(program: LoadedProgram, target: s
         program.zero_d(other.put(torch.tensor(1.0)))
 
 
-def test_a_handle_that_a_call_would_write_to_is_refused(program: LoadedProgram) -> None:
-    handle = program.device.put(torch.ones(3))
-    with pytest.raises(npu_iree.ArgumentError, match="x is a handle"):
-        program.writes_input(handle, torch.ones(3))
+def test_what_a_call_cannot_write_to_alone_is_refused(program: LoadedProgram) -> None:
+    handle, x = program.device.put(torch.ones(3)), torch.ones(6)
+    for args, reason in (
+        ((handle, torch.ones(3)), "x is a handle"),
+        ((x[:3], x[2:5]), "x shares memory with y"),
+        ((torch.from_numpy(x.numpy()[2:5]), x[:3]), "x shares memory with y"),
+        ((torch.ones(1).expand(3), torch.ones(3)), "x has several elements in one place"),
+        ((torch.ones(3, requires_grad=True), torch.ones(3)), "x requires a gradient"),
+    ):
+        with pytest.raises(npu_iree.ArgumentError, match=reason):
+            program.writes_input(*args)
+    program.writes_input(x[::2], x[1::2])
+    assert x.tolist() == [2, 1, 2, 1, 2, 1]
 
 
 def test_tied_weights_are_stored_once(program: LoadedProgram) -> None:
@@ -234,6 +243,17 @@ def test_a_state_belongs_to_the_device_alone(cache: LoadedProgram, eager_cache: 
         assert_same(actual, eager_cache(x))
         for result in (*actual, *cache.peek(torch.ones(1))):
             result.fill_(77)
+    x = seeded(1, 4)
+    for handle in (*cache.step.submit(x), *cache.peek.submit(torch.ones(1))):
+        handle.to_host().fill_(77)
+    eager_cache(x)
+    assert_same(cache.step(x), eager_cache(x))
+
+
+def test_a_state_that_nobody_has_written_to_is_submitted_as_a_handle(cache: LoadedProgram) -> None:
+    keys, *_ = cache.peek.submit(torch.ones(1))
+    keys.to_host().fill_(77)
+    assert not cache.peek(torch.ones(1))[0].any()
 
 
 def test_each_load_has_states_of_its_own(cache_artifact: Path, cache: LoadedProgram) -> None:
