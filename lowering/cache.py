@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from filelock import FileLock, Timeout
 
@@ -288,11 +288,22 @@ def write_atomically(path: Path, data: bytes) -> None:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    with opened_atomically(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def opened_atomically(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for writing that is there, as a whole, when the block has ended without error.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     name = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}"
     handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            yield file
         os.replace(name, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -352,10 +353,26 @@ def _argument_names(program: ExportedProgram) -> list[str]:
 
 
 def _tree_text(spec: pytree.TreeSpec | None, what: str) -> str:
+    if spec is None:
+        return ""
+    _check_keys(spec, what)
     try:
-        return pytree.treespec_dumps(spec) if spec is not None else ""
-    except NotImplementedError as error:
+        return pytree.treespec_dumps(spec)
+    except (NotImplementedError, TypeError) as error:
         raise ExportError(
             f"the {what} hold a type that cannot be written down ({error}); register it with "
             "torch.utils._pytree and a serialized_type_name, or use plain dicts, lists and tuples"
         ) from error
+
+
+def _check_keys(spec: pytree.TreeSpec, what: str) -> None:
+    keys = {dict: spec.context, OrderedDict: spec.context}.get(spec.type, ())
+    keys = spec.context[1] if spec.type is defaultdict else keys
+    for key in keys:
+        if not isinstance(key, (str, int)):
+            raise ExportError(
+                f"the {what} hold a dict with the key {key!r}; keys of an artifact's are texts "
+                "and whole numbers"
+            )
+    for child in spec.children():
+        _check_keys(child, what)

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lowering.cache import opened_atomically
 from lowering.dtypes import DTYPES
 from lowering.manifest import Call, Manifest
-from lowering.vmfb import unpack
 from npu_iree.array import DeviceArray
 from npu_iree.cli.exits import telling_errors
 from npu_iree.cli.inputs import (
@@ -36,6 +36,7 @@ from npu_iree.cli.inputs import (
 )
 from npu_iree.errors import NpuIreeError
 from npu_iree.offline.entry import LoadedEntry
+from npu_iree.offline.load import read_artifact
 
 console = Console()
 
@@ -62,20 +63,17 @@ def run_command(
             started = time.perf_counter()
             results = function.call_flat(arguments)
             times.append(time.perf_counter() - started)
-        tensors = {f"output{i}": r for i, r in enumerate(results) if isinstance(r, torch.Tensor)}
+        named = {f"output{i}": result for i, result in enumerate(results)}
         if output is not None:
-            _write(output, tensors)
-    rows: list[dict[str, Any]] = [
-        {"name": n, "shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")}
-        for n, t in tensors.items()
-    ]
+            _write(output, {n: r for n, r in named.items() if isinstance(r, torch.Tensor)})
+    rows = [_row(name, result) for name, result in named.items()]
     if as_json_:
         median = statistics.median(times) * 1e3
         console.print_json(json.dumps({"outputs": rows, "milliseconds": median}))
         return
     table = Table("result", "shape", "dtype", "least", "largest")
-    for row, tensor in zip(rows, tensors.values(), strict=True):
-        table.add_row(row["name"], str(row["shape"]), row["dtype"], *_extent(tensor))
+    for name, result in named.items():
+        table.add_row(name, *map(escape, _cells(result)))
     console.print(table)
     console.print(f"{statistics.median(times) * 1e3:.3f} ms a call (median of {repeat})")
 
@@ -83,7 +81,7 @@ def run_command(
 def inspect_command(artifact: Artifact, as_json_: AsJson = False) -> None:
     """Show what an artifact is: signature, sizes, dispatches, parameters, where it came from."""
     with telling_errors(console, as_json_=as_json_):
-        manifest, module = unpack(artifact)
+        manifest, module = read_artifact(artifact)
         facts = {**_facts(artifact, manifest), "dispatches": _dispatches(module)}
     if as_json_:
         console.print_json(json.dumps({**facts, "manifest": json.loads(manifest.to_json())}))
@@ -115,14 +113,18 @@ def bench_command(
         arguments = make_arguments(function, inputs, sizes, drawn=True)
         for _ in range(max(2, calls // 10)):
             function.call_flat(arguments)
+        # Of a call that writes to the caller's memory, somebody has to wait for each.
+        is_waited_for = any(target.kind == "argument" for target, _ in function.call.writes)
         times = sorted(_timed(function, arguments) for _ in range(calls))
         figures: dict[str, Any] = {
             "calls": calls,
             "latency_ms": {
                 f"p{p}": times[min(calls - 1, calls * p // 100)] * 1e3 for p in (50, 90, 99)
             },
-            "in_flight": in_flight,
-            "calls_per_second": _throughput(function, arguments, calls, in_flight),
+            "in_flight": 1 if is_waited_for else in_flight,
+            "calls_per_second": calls / sum(times)
+            if is_waited_for
+            else _throughput(function, arguments, calls, in_flight),
         }
     if as_json_:
         console.print_json(json.dumps(figures))
@@ -131,9 +133,23 @@ def bench_command(
     for name, value in figures["latency_ms"].items():
         table.add_row(f"latency {name}", f"{value:.3f} ms")
     table.add_row(
-        f"throughput, {in_flight} in flight", f"{figures['calls_per_second']:.1f} calls/s"
+        f"throughput, {figures['in_flight']} in flight",
+        f"{figures['calls_per_second']:.1f} calls/s",
     )
     console.print(table)
+
+
+def _row(name: str, result: Any) -> dict[str, Any]:
+    if not isinstance(result, torch.Tensor):
+        return {"name": name, "value": result}
+    dtype = str(result.dtype).removeprefix("torch.")
+    return {"name": name, "shape": list(result.shape), "dtype": dtype}
+
+
+def _cells(result: Any) -> tuple[str, ...]:
+    if not isinstance(result, torch.Tensor):
+        return "", type(result).__name__, repr(result)
+    return str(list(result.shape)), str(result.dtype).removeprefix("torch."), *_extent(result)
 
 
 def _write(output: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -141,11 +157,13 @@ def _write(output: Path, tensors: dict[str, torch.Tensor]) -> None:
     try:
         if output.suffix == ".npz":
             output.parent.mkdir(parents=True, exist_ok=True)
-            np.savez(output, **arrays)
+            with opened_atomically(output) as file:
+                np.savez(file, **arrays)
             return
         output.mkdir(parents=True, exist_ok=True)
         for name, array in arrays.items():
-            np.save(output / f"{name}.npy", array)
+            with opened_atomically(output / f"{name}.npy") as file:
+                np.save(file, array)
     except OSError as error:
         raise NpuIreeError(f"cannot write to {output}: {error}") from error
 
@@ -183,15 +201,17 @@ def _dispatches(module: bytes) -> int:
 
 
 def _signature(name: str, call: Call) -> Table:
-    table = Table("", "name", "what", title=f"entry point {name}", title_justify="left")
+    table = Table("", "name", "what", title=escape(f"entry point {name}"), title_justify="left")
     for argument in call.arguments:
         spec = argument.spec if argument.spec is not None else f"always {argument.value!r}"
-        table.add_row("input", argument.name, str(spec))
+        table.add_row("input", escape(argument.name), escape(str(spec)))
     for i, source in enumerate(call.outputs):
         what = call.function.outputs[source.index] if source.kind == "result" else source.kind
         table.add_row("result", f"output{i}", str(what))
     for symbol, (low, high) in call.symbols.items():
-        table.add_row("size", symbol, f"{low} to {high}" if high is not None else f"{low} or more")
+        table.add_row(
+            "size", escape(symbol), f"{low} to {high}" if high is not None else f"{low} or more"
+        )
     return table
 
 

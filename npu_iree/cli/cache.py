@@ -16,7 +16,7 @@ from rich.progress import track
 from rich.table import Table
 
 from lowering.archive import ArchiveLimits, open_archive
-from lowering.cache import SUFFIX, ArtifactCache, Entry, write_atomically
+from lowering.cache import SUFFIX, ArtifactCache, Entry, opened_atomically, write_atomically
 from lowering.denials import DenialRecord
 from lowering.pipeline import Toolchain, compile_source
 from lowering.service import CompileService
@@ -96,7 +96,7 @@ def tuning(prefix: str) -> None:
 
 @app.command()
 def verify(
-    sample: int = typer.Option(4, help="how many entries to compile again; 0: all"),
+    sample: int = typer.Option(4, min=0, help="how many entries to compile again; 0: all"),
     seed: int = typer.Option(0, help="of the random choice"),
 ) -> None:
     """Compile a sample of entries again and compare; exit code 1 if one differs.
@@ -140,7 +140,10 @@ def export_entries(file: Path) -> None:
     cache, denials = _cache(), _denials()
     entries = list(cache.entries())
     try:
-        with zipfile.ZipFile(file, "w", strict_timestamps=False) as archive:
+        with (
+            opened_atomically(file) as whole,
+            zipfile.ZipFile(whole, "w", strict_timestamps=False) as archive,
+        ):
             for path, _ in entries:
                 archive.write(path, f"artifacts/{path.name}")
             if denials.path.exists():

@@ -14,9 +14,10 @@ from lowering.arithmetic import evaluate, names_in
 from lowering.dtypes import DTYPES
 from lowering.manifest import Argument, Call
 from lowering.signature import ScalarSpec
-from npu_iree.errors import ArgumentError, OptionError
+from npu_iree.errors import ArgumentError, ArtifactError, OptionError
 from npu_iree.offline.entry import LoadedEntry
 from npu_iree.offline.load import LoadedProgram, load
+from npu_iree.offline.parameter_files import read_parameters
 
 Artifact = Annotated[Path, typer.Argument(help="what npu-iree compile wrote")]
 Inputs = Annotated[
@@ -24,7 +25,8 @@ Inputs = Annotated[
     typer.Option(
         "--input",
         metavar="NAME=FILE.npy|@rand|NUMBER",
-        help="an input, by name; @rand: drawn from a fixed seed",
+        help="an input, by name; @rand: drawn from a fixed seed; of a dtype that NumPy has not, "
+        "FILE.safetensors, with a tensor of that name or a single one",
     ),
 ]
 Entry = Annotated[str | None, typer.Option(help="the entry point, if there are several")]
@@ -66,7 +68,7 @@ def make_arguments(
     ]
     if missing and not drawn:
         raise ArgumentError(
-            f"missing: {', '.join(f'--input {n}=...' for n in missing)} (a .npy file, or @rand)"
+            f"missing: {', '.join(f'--input {n}=...' for n in missing)} (a file, or @rand)"
         )
     generator = torch.Generator().manual_seed(0)
     return [
@@ -112,6 +114,8 @@ def _size(symbol: str, call: Call, sizes: dict[str, int]) -> int:
 
 
 def _read(name: str, path: Path) -> torch.Tensor:
+    if path.suffix == ".safetensors":
+        return _read_safetensors(name, path)
     try:
         with path.open("rb") as file:
             array = np.lib.format.read_array(file, allow_pickle=False)
@@ -119,6 +123,19 @@ def _read(name: str, path: Path) -> torch.Tensor:
         return torch.tensor(array)
     except (OSError, ValueError, TypeError) as error:
         raise ArgumentError(f"cannot read input {name} from {path}: {error}") from error
+
+
+def _read_safetensors(name: str, path: Path) -> torch.Tensor:
+    """Read the tensor of a name, or the only one there is."""
+    try:
+        stored, data = read_parameters(path)
+    except ArtifactError as error:
+        raise ArgumentError(f"cannot read input {name} from {path}: {error.reason}") from error
+    found = stored.get(name) or (next(iter(stored.values())) if len(stored) == 1 else None)
+    if found is None or found.dtype not in DTYPES or found.shape is None:
+        raise ArgumentError(f"cannot read input {name} from {path}: it has no such tensor")
+    memory = data[found.begin : found.begin + found.nbytes].clone()
+    return memory.view(DTYPES[found.dtype]).reshape(found.shape)
 
 
 def _pair(text: str, option: str) -> tuple[str, str]:

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch.export import ExportedProgram
@@ -83,6 +83,9 @@ class BuildOptions:
             OptionError: there is none, or it does not.
             VersionError: the verified compilers are not installed.
         """
+        if self.params not in get_args(ParameterStore):
+            stores = ", ".join(get_args(ParameterStore))
+            raise OptionError(f"params is one of {stores}, not {self.params!r}")
         check_versions("torch", "torch-mlir", "iree-base-compiler", "iree-base-runtime")
         _ = self.compiler
 
@@ -117,9 +120,9 @@ def write_artifact(
     """
     options.check()
     path, compiler = Path(path), options.compiler
-    beside = path.with_suffix(f".{options.params}")
-    if path.is_dir() or path == beside:
+    if path.is_dir() or path.suffix == f".{options.params}":
         raise ArtifactError(path, "it cannot be written: call it something.vmfb")
+    beside = path.with_suffix(f".{options.params}")
     _check_writable(path)
     exports = capture_exports(programs, compiler.builder.target.keep_ops)
     check_exports(

@@ -55,11 +55,7 @@ def load(
         TargetError: it is for another target or CPU than there is here.
     """
     path = Path(path)
-    manifest, module = unpack(path)
-    try:
-        check_manifest(manifest)
-    except ValueError as error:
-        raise ArtifactError(path, str(error)) from error
+    manifest, module = read_artifact(path)
     opened = _device_for(path, manifest, device)
     if params is None:
         parameters = Parameters.beside(path, manifest)
@@ -70,6 +66,20 @@ def load(
     else:
         parameters = Parameters.from_file(Path(params), manifest).completed(path, manifest)
     return LoadedProgram(path, manifest, module, opened, parameters)
+
+
+def read_artifact(path: Path) -> tuple[Manifest, bytes]:
+    """Return what an artifact says of itself, checked, and its module.
+
+    Raises:
+        ArtifactError: it is missing, damaged, or of another format.
+    """
+    manifest, module = unpack(path)
+    try:
+        check_manifest(manifest)
+    except ValueError as error:
+        raise ArtifactError(path, str(error)) from error
+    return manifest, module
 
 
 def _device_for(path: Path, manifest: Manifest, device: Device | Target | str | None) -> Device:

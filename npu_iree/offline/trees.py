@@ -92,7 +92,10 @@ class Tree:
             return list(value)
         node = pytree.SUPPORTED_NODES.get(type(value))
         own = f"{type(value).__module__}.{type(value).__qualname__}"
-        return list(node.flatten_fn(value)[0]) if node is not None and own == self.kind else None
+        named = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(self.kind or "")
+        if node is None or (own != self.kind and named is not type(value)):
+            return None
+        return list(node.flatten_fn(value)[0])
 
     def _registered(self, children: list[Any]) -> Any:
         kind = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(self.kind or "")

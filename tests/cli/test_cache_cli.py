@@ -263,6 +263,21 @@ def test_import_says_that_a_denial_record_is_damaged(
 def test_export_says_where_it_cannot_write(call: Cli, folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "no folder" / "cache.zip"
     assert str(file) in complaint(call(folder, "export", str(file))).replace("\n", "")
+    assert call(folder, "verify", "--sample", "-1").returncode == 2
+
+
+def test_an_export_that_fails_leaves_what_was_there(
+    call: Cli, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("no space left")
+
+    (tmp_path / "old.zip").write_text("old")
+    before = {*tmp_path.iterdir()}
+    monkeypatch.setattr(zipfile.ZipFile, "write", fail)
+    assert "no space left" in complaint(call(folder, "export", str(tmp_path / "old.zip")))
+    assert (tmp_path / "old.zip").read_text() == "old"
+    assert {*tmp_path.iterdir()} == before
 
 
 def test_import_says_that_the_cache_cannot_be_written_to(

@@ -139,7 +139,10 @@ def test_run_writes_each_result(command: Command, folder: Path, tmp_path: Path) 
     assert done.code == 0, done.err
     assert "median of 3" in done.out
     done = command("run", artifact, *inputs, "--output", tmp_path / "out.npz", "--json")
-    assert done.json()["outputs"] == [{"name": "output0", "shape": [5, 3], "dtype": "float32"}]
+    assert done.json()["outputs"] == [
+        {"name": "output0", "shape": [5, 3], "dtype": "float32"},
+        {"name": "output1", "value": 5},
+    ]
     expected = npu_iree.load(artifact)(torch.from_numpy(x), torch.from_numpy(y))
     assert expected["size"] == 5
     for found in (

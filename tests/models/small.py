@@ -23,6 +23,17 @@ class Point(NamedTuple):
     y: torch.Tensor
 
 
+@dataclass
+class Named:
+    """Written down by another name than its own."""
+
+    one: Any
+    two: Any
+
+
+pytree.register_dataclass(Named, serialized_type_name="a.name.of.its.own")
+
+
 class Unknown(NamedTuple):
     """Registered here, and not where the artifact is loaded: there it is a plain tuple or dict."""
 

@@ -8,13 +8,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch.utils import _pytree as pytree
 
 import npu_iree
+from command import invoke
 from models.small import (
     Cache,
     CopiesIn,
+    Named,
     Point,
     ReadsRows,
     Remembers,
@@ -30,6 +35,7 @@ from models.small import (
 )
 from npu_iree.offline.build import write_artifact
 from npu_iree.offline.load import LoadedProgram
+from npu_iree.offline.trees import read_tree
 from tolerances import assert_same
 
 
@@ -166,6 +172,11 @@ def test_a_wrong_structure_is_told_with_its_place(program: LoadedProgram) -> Non
     ):
         with pytest.raises(npu_iree.ArgumentError, match=reason):
             program.nested(wrong, point)
+
+
+def test_a_type_goes_by_the_name_that_it_is_written_with() -> None:
+    text = pytree.treespec_dumps(pytree.tree_structure(Named(1, 2)))
+    assert [*read_tree(text).flatten(Named(3, 4))] == [3, 4]
 
 
 def test_handles_go_in_and_come_out(program: LoadedProgram) -> None:
@@ -360,3 +371,28 @@ def test_unsigned_bytes_go_in_and_out(tmp_path: Path) -> None:
     write_artifact({"main": torch.export.export(Halved(), (image,))}, tmp_path / "halved.vmfb")
     program = npu_iree.load(tmp_path / "halved.vmfb")
     assert_same(program(image), Halved()(image))
+
+
+def test_a_file_of_safetensors_is_an_input_and_a_call_that_writes_is_timed(
+    signatures_artifact: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """NumPy's files hold no bfloat16."""
+    half = seeded(3).bfloat16()
+    save_file({"any": half}, tmp_path / "one.safetensors")
+    save_file({"other": half, "more": half + 1}, tmp_path / "two.safetensors")
+    inputs = [f"--input={name}=@rand" for name in ("double", "long", "mask", "wave")]
+    run = ("run", signatures_artifact, "--entry", "dtypes", *inputs)
+    output = ("--output", tmp_path / "out.npz")
+    done = invoke(monkeypatch, capsys, *run, f"--input=half={tmp_path}/one.safetensors", *output)
+    assert done.code == 0, done.err
+    found = torch.from_numpy(np.load(tmp_path / "out.npz")["output3"])
+    assert_same(found.bfloat16(), half * 3)
+    done = invoke(monkeypatch, capsys, *run, f"--input=half={tmp_path}/two.safetensors")
+    assert (done.code, "it has no such tensor" in done.err) == (9, True)
+    bench = ("bench", signatures_artifact, "--entry", "writes_input", "--calls", "2", "--json")
+    figures = invoke(monkeypatch, capsys, *bench).json()
+    assert figures["in_flight"] == 1
+    assert figures["calls_per_second"] > 0

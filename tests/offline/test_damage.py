@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import npu_iree
+from command import invoke
 from lowering.arithmetic import evaluate
 from lowering.manifest import MEMBER, Manifest
 from lowering.vmfb import pack, unpack
@@ -281,6 +282,14 @@ LIES: dict[str, tuple[Callable[[Row], object], str]] = {
 def test_a_manifest_that_lies_is_refused(lie: str, artifact: Path) -> None:
     change, reason = LIES[lie]
     assert reason in refusal(artifact, change)
+
+
+def test_inspect_refuses_a_manifest_that_lies(
+    artifact: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    artifact.write_bytes(with_manifest(artifact, LIES["unknown dtype"][0]))
+    done = invoke(monkeypatch, capsys, "inspect", artifact)
+    assert (done.code, "knows no dtype f99" in done.err) == (5, True)
 
 
 def test_unknown_fields_are_ignored(artifact: Path) -> None:

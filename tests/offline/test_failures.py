@@ -15,6 +15,7 @@ import torch
 import npu_iree
 from command import Ended, invoke
 from lowering.decompositions import decomposition_table
+from lowering.errors import ExportError
 from lowering.vmfb import read_manifest
 from models.small import Net, SmallModel, compiled
 from npu_iree.errors import TargetError
@@ -459,8 +460,9 @@ def test_nothing_is_left_of_an_artifact_that_cannot_be_written(tmp_path: Path) -
     with pytest.raises(npu_iree.ArtifactError, match="cannot be written"):
         compiled({"main": model}, folder / "x.vmfb")
     (tmp_path / "taken.vmfb").mkdir()
-    with pytest.raises(npu_iree.ArtifactError, match="cannot be written"):
-        compiled({"main": model}, tmp_path / "taken.vmfb")
+    for path in (tmp_path / "taken.vmfb", Path()):
+        with pytest.raises(npu_iree.ArtifactError, match="cannot be written"):
+            compiled({"main": model}, path)
     assert {p.name for p in tmp_path.iterdir()} == {"folder", "taken.vmfb"}
 
 
@@ -500,15 +502,59 @@ def test_parameters_of_others_are_not_written_over(tmp_path: Path) -> None:
 
 
 def test_gradients_are_no_artifact(tmp_path: Path) -> None:
-    from lowering.errors import ExportError
-
     with pytest.raises(ExportError, match="computes nothing"):
         compiled({"main": SmallModel(torch.nn.Identity(), (torch.ones(2),))}, tmp_path / "x.vmfb")
 
 
-def test_entry_points_with_other_weights_of_one_name_are_refused(tmp_path: Path) -> None:
-    from lowering.errors import ExportError
+class Keyed(torch.nn.Module):
+    def __init__(self, key: object) -> None:
+        super().__init__()
+        self.key = key
 
+    def forward(self, x: torch.Tensor) -> dict[object, torch.Tensor]:
+        return {self.key: x + 1}
+
+
+class Unsigned(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("words", torch.zeros(4, dtype=torch.uint32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+class CountsElements(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return x + 1, x.nonzero().shape[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "error", "reason"),
+    [
+        (Keyed(None), ExportError, "a dict with the key None"),
+        (Keyed((1, 2)), ExportError, r"a dict with the key \(1, 2\)"),
+        (Keyed(torch.float32), ExportError, "a dict with the key torch.float32"),
+        (Unsigned(), ExportError, "words is torch.uint32, which no artifact holds"),
+        (CountsElements(), npu_iree.UnsupportedOpError, "nonzero"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_no_artifact_holds_is_told_before_anything_is_compiled(
+    model: torch.nn.Module,
+    error: type[Exception],
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lowering.pipeline.run_stage", None)
+    with pytest.raises(error, match=reason):
+        compiled({"main": SmallModel(model, (torch.ones(2),))}, tmp_path / "x.vmfb")
+    with pytest.raises(npu_iree.OptionError, match="params is one of irpa"):
+        compiled({}, tmp_path / "x.vmfb", BuildOptions(params="split"))  # type: ignore[arg-type]
+
+
+def test_entry_points_with_other_weights_of_one_name_are_refused(tmp_path: Path) -> None:
     other = Net()
     with torch.no_grad():
         other.scale.add_(1)

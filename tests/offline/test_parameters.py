@@ -17,6 +17,7 @@ import npu_iree
 from lowering.errors import ExportError
 from models.small import Net, SmallModel, Tied, compiled, seeded
 from npu_iree.offline.build import BuildOptions
+from npu_iree.offline.parameter_files import read_parameters
 from tolerances import assert_same
 
 Tensors = dict[str, torch.Tensor]
@@ -240,6 +241,14 @@ def test_numbers_of_an_archive_that_overflow_crash_nothing(
         path.write_bytes(whole[:at] + number + whole[at + 8 :])
         with contextlib.suppress(npu_iree.ArtifactError):
             assert npu_iree.load(net, params=path)(torch.ones(2, 4)).shape == (2, 3)
+
+
+def test_a_header_with_a_size_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    text = b'{"w": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0, 4]}}'
+    path = tmp_path / "endless.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    with pytest.raises(npu_iree.ArtifactError, match="its header makes no sense"):
+        read_parameters(path)
 
 
 @torch.no_grad()
