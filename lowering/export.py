@@ -151,10 +151,18 @@ def functional(program: ExportedProgram, table: DecompositionTable) -> ExportedP
     Args:
         program: what `torch.export.export` made.
         table: the decompositions.
+
+    Raises:
+        ExportError: PyTorch cannot do that.
     """
     with warnings.catch_warnings():  # PyTorch warns of what it does itself
         warnings.simplefilter("ignore", FutureWarning)
-        found: ExportedProgram = program.run_decompositions(dict(table))
+        try:
+            found: ExportedProgram = program.run_decompositions(dict(table))
+        except AssertionError as error:
+            raise ExportError(
+                f"PyTorch cannot decompose it: {error} (do buffers that it writes to share memory?)"
+            ) from error
     return found
 
 

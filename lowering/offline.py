@@ -28,7 +28,7 @@ from lowering.manifest import Manifest, Parameter
 from lowering.nodes import is_scalar
 from lowering.partition import why_host
 from lowering.program import Program
-from lowering.stored import StoredNames
+from lowering.stored import StoredNames, check_apart
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ def capture_exports(
     programs = {name: functional(program, table) for name, program in programs.items()}
     names = StoredNames(programs)
     exports = [capture_export(n, p, names) for n, p in programs.items()]
-    stored_tensors(exports)
+    written = {name for export in exports for name in export.states.values()}
+    check_apart(stored_tensors(exports), written)
     return exports
 
 

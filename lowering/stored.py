@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 import torch
 from torch.export import ExportedProgram
@@ -45,6 +45,33 @@ class StoredNames:
     def name_of(self, name: str, value: torch.Tensor) -> str:
         """Return the name that a tensor is stored under: the first that it was asked for with."""
         return self._first.setdefault(_place(name, value), name)
+
+
+def check_apart(tensors: Mapping[str, torch.Tensor], written: Set[str]) -> None:
+    """Check that what calls write to is no part of another tensor, which would not see it.
+
+    Args:
+        tensors: what is stored, by name.
+        written: the names of what calls write to.
+
+    Raises:
+        ExportError: it is.
+    """
+    extents = {name: _extent(tensor) for name, tensor in tensors.items() if tensor.numel()}
+    for name in written & extents.keys():
+        begin, end = extents[name]
+        for other, (other_begin, other_end) in extents.items():
+            if other != name and begin < other_end and other_begin < end:
+                raise ExportError(
+                    f"a call writes to buffer {name}, which shares memory with {other}: no "
+                    "artifact holds views of one tensor; let the model take them in forward"
+                )
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where a tensor's first element begins and its last one ends."""
+    last = sum(n * (size - 1) for n, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def value_of(program: ExportedProgram, name: str) -> torch.Tensor:

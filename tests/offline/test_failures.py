@@ -554,6 +554,36 @@ def test_what_no_artifact_holds_is_told_before_anything_is_compiled(
         compiled({}, tmp_path / "x.vmfb", BuildOptions(params="split"))  # type: ignore[arg-type]
 
 
+class Writes(torch.nn.Module):
+    def __init__(self, cache: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("cache", cache)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache.add_(x)
+        return x * 2
+
+
+class Reads(Writes):
+    def __init__(self, cache: torch.Tensor) -> None:
+        super().__init__(cache[0])
+        self.register_buffer("whole", cache)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.whole + x
+
+
+def test_buffers_that_are_parts_of_one_tensor_are_refused(tmp_path: Path) -> None:
+    cache, args = torch.zeros(2, 3), (torch.ones(3),)
+    writes, both = Writes(cache[0]), Reads(cache)
+    models = {"write": SmallModel(writes, args), "read": SmallModel(both, args)}
+    with pytest.raises(ExportError, match="writes to buffer cache, which shares memory with whole"):
+        compiled(models, tmp_path / "x.vmfb")
+    both.forward = lambda x: Writes.forward(both, x) + both.whole  # type: ignore[method-assign]
+    with pytest.raises(ExportError, match="PyTorch cannot decompose it"):
+        compiled({"both": SmallModel(both, args)}, tmp_path / "x.vmfb")
+
+
 def test_entry_points_with_other_weights_of_one_name_are_refused(tmp_path: Path) -> None:
     other = Net()
     with torch.no_grad():
