@@ -175,10 +175,12 @@ def _judge(single: SingleOp, progress: Progress) -> Verdict:
     return judge(single, progress)
 
 
+_VERBS = {"hang": "hangs", "crash": "crashes", "error": "breaks"}
+
+
 def _row(single: SingleOp, answer: Verdict | Died) -> Row:
     if isinstance(answer, Died):
-        verb = "hangs" if answer.how.startswith("no answer") else "crashes"
-        answer = Verdict(f"{verb} the {answer.during} ({answer.how})")
+        answer = Verdict(f"{_VERBS[answer.kind]} the {answer.during} ({answer.how})")
     return Row(
         op=single.op,
         key=single.key,

@@ -24,6 +24,11 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sources_digest(package: Path) -> str:
+    """Return the SHA-256 of the Python files in a folder and below."""
+    return text_digest("".join(path.read_text() for path in sorted(package.rglob("*.py"))))
+
+
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Return the SHA-256 of a tensor's bytes, dense and in the order of its dimensions."""
     stored = tensor.detach().resolve_conj().resolve_neg()

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from lowering.canonical import canonical_text
-from lowering.digest import text_digest
+from lowering.digest import sources_digest, text_digest
 from lowering.kernels import Kernel, used_kernels
 from lowering.program import Program
 from lowering.target import CompileTarget, FlagSet
@@ -97,8 +97,7 @@ def compiler_build() -> dict[str, str]:
 
     Where no compiler is installed, what was compiled elsewhere still has to be looked up.
     """
-    sources = sorted(Path(__file__).parent.rglob("*.py"))
-    ours = text_digest("".join(path.read_text() for path in sources))
+    ours = sources_digest(Path(__file__).parent)
     return {**{name: package_version(name) for name in PACKAGES}, "lowering": ours}
 
 

@@ -65,7 +65,7 @@ def _read(stream: BinaryIO, size: int) -> bytes:
 
 def main() -> None:
     """Serve requests until the other side closes its pipe."""
-    _die_with_parent()
+    die_with_parent()
     requests = io.FileIO(os.dup(0), "rb")
     replies = io.FileIO(os.dup(1), "wb")
     os.dup2(2, 1)  # a compiler that prints must not write into the frames
@@ -118,7 +118,7 @@ def _limit_memory(limit_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask Linux to kill us when the process that started us ends, however it ends."""
     if sys.platform == "linux":
         import ctypes

@@ -27,6 +27,12 @@ def largest_difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
     if not (expected.dtype.is_floating_point or expected.dtype.is_complex):
         return float((actual != expected).any())
     same = (actual == expected) | (actual.isnan() & expected.isnan())
-    scale = expected.abs().nan_to_num(0.0, 0.0, 0.0).max()
+    scale = largest_finite(expected)
     difference = torch.where(same, 0.0, (actual - expected).abs().to(torch.float64)).max()
     return float(difference / scale.to(torch.float64).clamp_min(1e-30))
+
+
+def largest_finite(values: torch.Tensor) -> torch.Tensor:
+    """Give the largest absolute value of those that are numbers; 0 if none is."""
+    finite = values.abs()[values.isfinite()]
+    return finite.max() if finite.numel() else finite.new_zeros(())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -16,12 +17,17 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
+import npu_iree
+from lowering.cache import write_atomically
+from lowering.capabilities import load_capabilities
+from lowering.digest import sources_digest, text_digest
+from lowering.key import compiler_build, package_version
 from npu_iree.cli.dtype import F32, DTypes
 from npu_iree.cli.pattern import Filter
 from npu_iree.conformance import report
 from npu_iree.conformance.cases import EVERYTHING, cases
 from npu_iree.conformance.run import read_journal, run_cases
-from npu_iree.conformance.verdict import OUTCOMES, Verdict
+from npu_iree.conformance.verdict import BAD, OUTCOMES, Verdict
 from npu_iree.errors import NpuIreeError, OptionError
 from npu_iree.targets import find_target
 
@@ -57,9 +63,10 @@ def ops(
 ) -> None:
     """Run PyTorch's operator database (`op_db`) through torch.compile and compare with eager."""
     from npu_iree.conformance.eager import judge_eager
-    from npu_iree.conformance.judge import judge
+    from npu_iree.conformance.judge import judge, make_ready
 
-    _check(target, device)
+    files = Files(json_, junit)
+    _check(target, device, files)
     count = 0 if samples == "all" else _count(samples)
     try:
         trained = () if forward_only else ("f32",)
@@ -70,13 +77,13 @@ def ops(
         raise OptionError(f"no operator matches --filter {filter_.pattern!r}")
     on_npu = device == "npu"  # there, cases share kernels: the cache stays on
     judged_by = functools.partial(judge_eager if on_npu else judge, target=target)
-    judged_as = {"of": "operators", "target": target, "device": device, "samples": samples}
-    judged_as |= {"gradients": "none" if forward_only else "f32"}
+    judged_as = {"of": "operators", "device": device, "limit": limit, "samples": samples}
+    judged_as |= {"gradients": "none" if forward_only else "f32", **_judged_on(target)}
     found = run_cases(
         todo, judged_by, jobs=jobs, limit_s=limit, journal=journal, judged_as=judged_as,
-        cached=on_npu,
+        cached=on_npu, make_ready=functools.partial(make_ready, target, operators=True),
     )  # fmt: skip
-    _conclude(_watched("operators", len(todo), found), target, json_, junit)
+    _conclude(_watched("operators", len(todo), found), "operators", target, files)
 
 
 @app.command("programs")
@@ -96,36 +103,93 @@ def programs(
 
     One that differs from eager is cut down, and its shortest form told.
     """
+    from npu_iree.conformance.judge import make_ready
     from npu_iree.conformance.judge_programs import judge_program
     from npu_iree.conformance.programs import draw_program
 
-    _check(target, device)
+    files = Files(json_, junit)
+    _check(target, device, files)
     todo = [draw_program(s) for s in range(seed, seed + count)]
     judged_by = functools.partial(judge_program, target=target, device=device, dynamic=dynamic)
-    judged_as = {"of": "programs", "target": target, "device": device, "dynamic": dynamic}
+    judged_as = {"of": "programs", "device": device, "limit": limit, "dynamic": dynamic}
     found = run_cases(
-        todo, judged_by, jobs=jobs, limit_s=limit, journal=journal, judged_as=judged_as,
-        cached=device == "npu",
+        todo, judged_by, jobs=jobs, limit_s=limit, journal=journal,
+        judged_as=judged_as | _judged_on(target), cached=device == "npu",
+        make_ready=functools.partial(make_ready, target, operators=False),
     )  # fmt: skip
-    _conclude(_watched("programs", len(todo), found), target, json_, junit)
+    _conclude(_watched("programs", len(todo), found), "programs", target, files)
 
 
 @app.command("diff")
 def diff(before: Path, after: Path) -> None:
-    """Compare two runs, by their --json files or journals; exit code 1 if one got worse."""
+    """Compare two runs, by their --json files or journals.
+
+    Exit code 1 if a case got worse or is no longer there, or a new one is bad. Between `device` and
+    `idle` none is worse.
+    """
     table = Table("case", str(before), str(after))
     rows = report.changes(_read(before), _read(after))
     for row in rows:
         table.add_row(*map(escape, row))
     console.print(table if rows else "the runs are the same")
-    if any(OUTCOMES.index(b) > OUTCOMES.index(a) for _, a, b in rows if "-" not in (a, b)):
+    if gone := sum(b == report.ABSENT for _, _, b in rows):
+        console.print(f"{gone} cases are no longer there")
+    if any(report.is_worse(a, b) for _, a, b in rows):
         raise SystemExit(1)
 
 
-def _check(target: str, device: str) -> None:
+@dataclass(frozen=True)
+class Files:
+    """What a run's verdicts are written to."""
+
+    json: Path | None
+    junit: Path | None
+
+    def check(self) -> None:
+        """See that they can be written, before anything is tried.
+
+        Raises:
+            OptionError: one cannot.
+        """
+        for path in filter(None, (self.json, self.junit)):
+            if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+                raise OptionError(f"{path} cannot be written: it needs to be a file in a folder")
+
+    def write(self, verdicts: Sequence[Verdict], name: str, target: str) -> None:
+        """Write what was found."""
+        if self.json is not None:
+            text = "".join(json.dumps(asdict(v)) + "\n" for v in verdicts)
+            _write(self.json, text)
+        if self.junit is not None:
+            _write(self.junit, report.junit(verdicts, name, target))
+
+
+def _write(path: Path, text: str) -> None:
+    if path.exists() and not path.is_file():  # a pipe, say
+        path.write_text(text)
+    else:
+        write_atomically(path, text.encode())
+
+
+def _check(target: str, device: str, files: Files) -> None:
     if device not in ("compile", "npu"):
         raise OptionError(f"--device is compile or npu, not {device!r}")
     find_target(target)
+    files.check()
+
+
+def _judged_on(target: str) -> dict[str, object]:
+    """Give all of a target and of what is installed that decides verdicts."""
+    found = find_target(target)
+    told = json.dumps(asdict(found), sort_keys=True, default=sorted)
+    return {
+        "target": target,
+        "settings of the target": text_digest(told),
+        "capabilities": load_capabilities(found.compile.capabilities).digest,
+        "npu_iree": sources_digest(Path(npu_iree.__file__).parent),
+        "runtime": package_version("iree-base-runtime"),
+        **compiler_build(),
+    }
 
 
 def _watched(what: str, total: int, verdicts: Iterable[Verdict]) -> list[Verdict]:
@@ -139,13 +203,14 @@ def _watched(what: str, total: int, verdicts: Iterable[Verdict]) -> list[Verdict
     return listed
 
 
-def _conclude(
-    verdicts: Sequence[Verdict], target: str, json_: Path | None, junit: Path | None
-) -> None:
-    """Write and print what was found; exit code 1 if anything went wrong."""
-    _write(verdicts, target, json_, junit)
+def _conclude(verdicts: Sequence[Verdict], what: str, target: str, files: Files) -> None:
+    """Print and write what was found; exit code 1 if anything went wrong, or nothing was tried."""
     _print(verdicts)
-    if any(v.outcome in report.BAD for v in verdicts):
+    files.write(verdicts, what, target)
+    if all(v.outcome == "skipped" for v in verdicts):
+        console.print("nothing was tried: all cases are skipped")
+        raise SystemExit(1)
+    if any(v.outcome in BAD for v in verdicts):
         raise SystemExit(1)
 
 
@@ -155,32 +220,28 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _write(
-    verdicts: Sequence[Verdict], target: str, json_: Path | None, junit: Path | None
-) -> None:
-    if json_ is not None:
-        json_.write_text("".join(json.dumps(asdict(v)) + "\n" for v in verdicts))
-    if junit is not None:
-        junit.write_text(report.junit(verdicts, target))
-
-
 def _read(path: Path) -> dict[str, Verdict]:
     if not path.is_file():
         raise OptionError(f"there is no file {path}")
     if not (found := read_journal(path)):
         raise OptionError(f"{path} holds no verdicts: is it a --json file or a journal?")
+    if unknown := {v.outcome for v in found.values()} - {*OUTCOMES}:
+        raise OptionError(f"{path}: there is no outcome {', '.join(map(repr, sorted(unknown)))}")
     return found
 
 
 def _print(verdicts: Sequence[Verdict]) -> None:
-    caption = "share: on the device; of lowered: without the cases that torch-mlir cannot lower"
+    caption = (
+        "idle: nothing but views, moves and constants, left to the host; share: on the device, of "
+        "the others; of lowered: without the cases that torch-mlir cannot lower"
+    )
     table = Table("dtype", *OUTCOMES, "share", "of lowered", caption=caption, padding=(0, 0))
     for dtype, found in report.by_dtype(verdicts).items():
         counts = Counter(v.outcome for v in found)
         shares = (f"{share:.1%}" for share in report.device_share(found))
         table.add_row(dtype, *(str(counts[o]) for o in OUTCOMES), *shares)
     for verdict in verdicts:
-        if verdict.outcome in report.BAD:
+        if verdict.outcome in (*BAD, "skipped"):
             told = escape(f"{verdict.outcome}: {verdict.key}: {verdict.detail}")
             console.print(told, soft_wrap=True)
     console.print(table)

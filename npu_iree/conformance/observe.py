@@ -1,4 +1,4 @@
-"""Call a function and give every tensor that can be compared: results, arguments, gradients."""
+"""Call a function and give all that can be compared: results, arguments after it, gradients."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ def observed(
     *,
     backward: bool | None = None,
     device: str = "cpu",
-    arguments: bool = False,
-) -> list[Any]:
+) -> dict[str, Any]:
     """Call a function on copies of sample inputs, with the same random numbers each time.
 
     Args:
@@ -54,12 +53,11 @@ def observed(
         function: what `over` returned, or the same compiled.
         samples: objects with `input`, `args` and `kwargs`, as PyTorch's `SampleInput`.
         backward: whether to compute gradients; by default as the case says.
-        device: where the copies are.
-        arguments: whether to give the arguments, too, which an op in place has changed.
+        device: where the copies are, and where an op makes what it makes from nothing.
 
     Returns:
-        Tensors on the CPU: results, arguments, and the gradients of the inputs, None where an
-        input has none.
+        Tensors on the CPU, and what else a result may be, by what they are: results, arguments as
+        the call has left them, and the gradients of the inputs, None where an input has none.
     """
     backward = case.backward if backward is None else backward
 
@@ -72,19 +70,31 @@ def observed(
     if case.name not in INDICES_ON_CPU:
         others = pytree.tree_map_only(torch.Tensor, copied, others)
     inputs = pytree.tree_map_only(torch.Tensor, copied, [s.input for s in samples])
-    calls: Calls = [(value, *other) for value, other in zip(inputs, others, strict=True)]
+    calls: Calls = [
+        (value, args, {**kwargs, "device": device} if "device" in kwargs else kwargs)
+        for value, (args, kwargs) in zip(inputs, others, strict=True)
+    ]
     with torch.set_grad_enabled(backward):
         outputs = function(calls)
     if compared := COMPARED_BY.get(case.name):
         pairs = zip(calls, outputs, strict=True)
         outputs = [compared(*call, output) for call, output in pairs]
-    results = _tensors_of(outputs)
     if backward:
-        _run_backward([r for r in results if r.requires_grad])
+        _run_backward([r for r in _tensors_of(outputs) if r.requires_grad])
     given = _tensors_of(calls)
-    gradients = [t.grad for t in given if t.requires_grad and t.is_leaf]
-    found = [*results, *(given if arguments else ()), *gradients]
-    return [t if t is None else t.detach().cpu() for t in found]
+    found: dict[str, Any] = {
+        **{f"result {i}": _plain(r) for i, r in enumerate(pytree.tree_leaves(outputs))},
+        **{f"argument {i} after the call": _plain(t) for i, t in enumerate(given)},
+    }
+    leaves = [t for t in given if t.requires_grad and t.is_leaf]
+    return found | {f"gradient {i}": _plain(t.grad) for i, t in enumerate(leaves)}
+
+
+def _plain(value: Any) -> Any:
+    """Return a tensor on the CPU, also of a number; anything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    return torch.tensor(value) if isinstance(value, (bool, int, float, complex)) else value
 
 
 def _run_backward(roots: Sequence[torch.Tensor]) -> None:
@@ -100,16 +110,19 @@ def _run_backward(roots: Sequence[torch.Tensor]) -> None:
 def _pointed_at(
     place: int, x: torch.Tensor, args: Sequence[Any], kwargs: dict[str, Any], output: Any
 ) -> Any:
-    """Replace indices, alone or after values, by the elements that they point at.
+    """Replace indices, alone or after values, by what they point at, and tell if one is twice.
 
-    Which of equal elements the indices point at is open. `place` is that of the dimension among
-    the arguments.
+    Which of equal elements the indices point at is open, unless the order is to be stable. `place`
+    is that of the dimension among the arguments.
     """
+    if kwargs.get("stable"):
+        return output
     dim = kwargs.get("dim", args[place] if len(args) > place else -1)
-    if isinstance(output, torch.Tensor):
-        return x.detach().gather(dim, output)
-    values, indices = output
-    return values, x.detach().gather(dim, indices)
+    *values, indices = (output,) if isinstance(output, torch.Tensor) else output
+    indices = indices.cpu()  # comparing is no work of the device that is tried
+    ordered = indices.sort(dim).values
+    twice = ordered.dim() > 0 and bool((ordered.diff(dim=dim) == 0).any())
+    return *values, x.detach().cpu().gather(dim, indices), twice
 
 
 def _product(_x: Any, _args: Any, _kwargs: Any, output: Any) -> Any:

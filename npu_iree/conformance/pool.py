@@ -8,8 +8,11 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from typing import Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
+
+from lowering.worker import die_with_parent
 
 _Task = TypeVar("_Task")
 _Result = TypeVar("_Result")
@@ -17,8 +20,9 @@ _Result = TypeVar("_Result")
 # Compilers leak a few MB a task: a worker is replaced after so many.
 TASKS_A_WORKER = 200
 _SECONDS_TO_START = 120  # most that a worker may take: it imports PyTorch, beside others
-# What a task calls to say what it is about to do, so that its death can be told by that.
-Progress = Callable[[str], None]
+# What a task calls to say what it is about to do, so that its death can be told by that; or with
+# what would be its result if it died now.
+Progress = Callable[[Any], None]
 
 
 @dataclass(frozen=True)
@@ -27,27 +31,35 @@ class Died:
 
     Attributes:
         during: what the task had said last that it was about to do.
-        how: `SIGSEGV` and the like, `exit code 3`, or `no answer in 20 s`.
+        how: `SIGSEGV` and the like, `exit code 3`, `no answer in 20 s`, or what it raised.
+        kind: which of these it is.
+        so_far: the result that the task had said last, if it did.
     """
 
     during: str
     how: str
+    kind: Literal["crash", "hang", "error"] = "crash"
+    so_far: Any = None
 
 
 class _Worker(Generic[_Task, _Result]):
-    def __init__(self, function: Callable[[_Task, Progress], _Result]) -> None:
+    def __init__(
+        self, function: Callable[[_Task, Progress], _Result], make_ready: Callable[[], None]
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, function), daemon=True)
+        arguments = (theirs, function, make_ready)
+        self.process = context.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
         self.task: _Task | None = None
         self.given = 0
         self.during = ""
+        self.so_far: Any = None
         self.deadline = 0.0
 
     def give(self, task: _Task, limit_s: float) -> None:
-        self.task, self.during = task, ""
+        self.task, self.during, self.so_far = task, "", None
         self.deadline = time.monotonic() + _SECONDS_TO_START + limit_s
         self.given += 1
         self.pipe.send(task)
@@ -59,17 +71,21 @@ class _Worker(Generic[_Task, _Result]):
                 kind, value = self.pipe.recv()
                 if kind == "result":
                     return value  # type: ignore[no-any-return]
+                if kind == "raised":
+                    return Died(self.during, value, "error", self.so_far)
                 if kind == "started":
                     self.deadline = time.monotonic() + limit_s
-                else:
+                elif isinstance(value, str):
                     self.during = value
+                else:
+                    self.so_far = value
         except (EOFError, ConnectionError):
             self.process.join()
-            return Died(self.during, _exit_name(self.process.exitcode))
+            return Died(self.during, _exit_name(self.process.exitcode), so_far=self.so_far)
         if time.monotonic() < self.deadline:
             return None
         self.stop()
-        return Died(self.during, f"no answer in {limit_s:.0f} s")
+        return Died(self.during, f"no answer in {limit_s:.0f} s", "hang", self.so_far)
 
     def stop(self) -> None:
         """End the process: one at rest ends by itself, so that it leaves no semaphores behind."""
@@ -80,12 +96,17 @@ class _Worker(Generic[_Task, _Result]):
         self.process.join()
 
 
+def nothing() -> None:
+    """Make nothing ready."""
+
+
 def run_all(
     function: Callable[[_Task, Progress], _Result],
     tasks: Iterable[_Task],
     *,
     workers: int,
     limit_s: float,
+    make_ready: Callable[[], None] = nothing,
 ) -> Iterator[tuple[_Task, _Result | Died]]:
     """Run tasks in worker processes, and give each with what came of it, as they end.
 
@@ -94,9 +115,10 @@ def run_all(
         tasks: what to do; taken one by one.
         workers: how many processes.
         limit_s: seconds that one task may take, from when a worker has it, before that is killed.
+        make_ready: a module-level function that a worker calls first: no task's time.
     """
     queue = iter(tasks)
-    pool = [_Worker(function) for _ in range(workers)]
+    pool = [_Worker(function, make_ready) for _ in range(workers)]
     try:
         while True:
             for worker in pool:
@@ -113,16 +135,22 @@ def run_all(
                 worker.task = None
                 if isinstance(answer, Died) or worker.given == TASKS_A_WORKER:
                     worker.stop()
-                    pool[pool.index(worker)] = _Worker(function)
+                    pool[pool.index(worker)] = _Worker(function, make_ready)
     finally:
         for worker in pool:
             worker.stop()
 
 
-def _serve(pipe: Connection, function: Callable[[_Task, Progress], _Result]) -> None:
+def _serve(
+    pipe: Connection,
+    function: Callable[[_Task, Progress], _Result],
+    make_ready: Callable[[], None],
+) -> None:
+    _end_with_the_run()
     quiet = os.open(os.devnull, os.O_WRONLY)  # compilers print their stacks when they crash
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
+    make_ready()
     while True:
         try:
             task = pipe.recv()
@@ -130,11 +158,20 @@ def _serve(pipe: Connection, function: Callable[[_Task, Progress], _Result]) -> 
             return
         try:
             pipe.send(("started", None))
-            answer = function(task, lambda text: pipe.send(("progress", text)))
+            pipe.send(("result", function(task, lambda said: pipe.send(("progress", said)))))
         except Exception as error:  # a task may fail in any way; the next one must not notice
-            pipe.send(("result", Died("", f"{type(error).__name__}: {error}")))
+            pipe.send(("raised", f"{type(error).__name__}: {error}"))
             raise
-        pipe.send(("result", answer))
+
+
+def _end_with_the_run() -> None:
+    """See that no worker that is stuck in native code outlives the process that runs them.
+
+    A worker's parent is the fork server, which goes on while anybody holds its pipe: the workers
+    would.
+    """
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    die_with_parent()
 
 
 def _exit_name(code: int | None) -> str:

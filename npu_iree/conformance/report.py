@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from xml.etree import ElementTree
 
 from lowering.capabilities import NOT_LOWERED
-from npu_iree.conformance.verdict import OUTCOMES, Verdict
+from npu_iree.conformance.verdict import BAD, OUTCOMES, Verdict
 
+ABSENT = "-"  # what a case has in a run that it is not of
+_NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _NOT_LOWERED = re.compile(f": {NOT_LOWERED}$", re.MULTILINE)
-BAD = ("error", "wrong", "hang", "crash")
 
 
 def by_dtype(verdicts: Iterable[Verdict]) -> dict[str, list[Verdict]]:
@@ -33,22 +35,36 @@ def device_share(verdicts: Iterable[Verdict]) -> tuple[float, float]:
     return device / max(1, len(right)), device / max(1, len(lowered))
 
 
-def junit(verdicts: Iterable[Verdict], target: str) -> str:
-    """Write verdicts as JUnit XML: a test a case, a suite a dtype."""
-    root = ElementTree.Element("testsuites", name=f"npu-iree conformance ops, {target}")
-    suites: dict[str, ElementTree.Element] = {}
-    for verdict in verdicts:
-        dtype = _dtype(verdict.key)
-        suite = suites.get(dtype)
-        if suite is None:
-            suite = suites[dtype] = ElementTree.SubElement(root, "testsuite", name=dtype)
-        test = ElementTree.SubElement(suite, "testcase", name=verdict.key, classname=target)
-        if verdict.outcome in BAD:
-            problem = ElementTree.SubElement(test, "failure", message=verdict.outcome)
-            problem.text = verdict.detail
-        elif verdict.outcome == "skipped":
-            ElementTree.SubElement(test, "skipped", message=verdict.detail[:200])
+def junit(verdicts: Iterable[Verdict], name: str, target: str) -> str:
+    """Write verdicts as JUnit XML: a test a case, a suite a dtype.
+
+    Args:
+        verdicts: of a run.
+        name: what was tried, e.g. `operators`.
+        target: on what.
+    """
+    root = ElementTree.Element("testsuites", name=f"npu-iree conformance {name}, {target}")
+    for dtype, found in by_dtype(verdicts).items():
+        suite = ElementTree.SubElement(root, "testsuite", _counts(found), name=dtype)
+        for verdict in found:
+            test = ElementTree.SubElement(suite, "testcase", name=verdict.key, classname=target)
+            if verdict.outcome in BAD:
+                problem = ElementTree.SubElement(test, "failure", message=verdict.outcome)
+                problem.text = _printable(verdict.detail)
+            elif verdict.outcome == "skipped":
+                ElementTree.SubElement(test, "skipped", message=_printable(verdict.detail[:200]))
     return ElementTree.tostring(root, encoding="unicode")
+
+
+def _counts(verdicts: Sequence[Verdict]) -> dict[str, str]:
+    found = Counter("failures" if v.outcome in BAD else v.outcome for v in verdicts)
+    counts = {"tests": len(verdicts), "failures": found["failures"], "skipped": found["skipped"]}
+    return {name: str(count) for name, count in counts.items()}
+
+
+def _printable(text: str) -> str:
+    """Replace what no XML can hold, not even escaped."""
+    return _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def changes(
@@ -57,11 +73,18 @@ def changes(
     """List the cases whose outcome differs between two runs: (case, before, after), worst first."""
     found = []
     for key in sorted({*before, *after}):
-        one = before[key].outcome if key in before else "-"
-        other = after[key].outcome if key in after else "-"
+        one = before[key].outcome if key in before else ABSENT
+        other = after[key].outcome if key in after else ABSENT
         if one != other:
             found.append((key, one, other))
-    return sorted(found, key=lambda row: -_rank(row[2]))
+    return sorted(found, key=lambda row: (not is_worse(*row[1:]), -_rank(row[2])))
+
+
+def is_worse(before: str, after: str) -> bool:
+    """Say whether an outcome is worse than one before, or gone, or new and bad."""
+    if ABSENT in (before, after):
+        return after == ABSENT or after in BAD
+    return _rank(after) > max(_rank(before), _rank("device"))
 
 
 def _rank(outcome: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -13,7 +14,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from npu_iree.conformance.observe import Tried
-from npu_iree.conformance.pool import Died, Progress, run_all
+from npu_iree.conformance.pool import Died, Progress, nothing, run_all
 from npu_iree.conformance.verdict import Verdict
 from npu_iree.errors import OptionError
 from npu_iree.settings import turn_cache_off
@@ -31,6 +32,7 @@ def run_cases(
     journal: Path | None = None,
     judged_as: Mapping[str, object] = MappingProxyType({}),
     cached: bool = False,
+    make_ready: Callable[[], None] = nothing,
 ) -> Iterator[Verdict]:
     """Try cases, and give each verdict as it comes, those of the journal first.
 
@@ -42,6 +44,7 @@ def run_cases(
         journal: a file that takes each verdict at once; those in it are not tried again.
         judged_as: the target and all else that decides verdicts; a journal is of one such run.
         cached: whether compiled code is taken from the cache, and kept there.
+        make_ready: what each process does first, in no case's time; should it raise, so will cases.
 
     Raises:
         OptionError: the journal is of another run.
@@ -51,8 +54,9 @@ def run_cases(
     known = read_journal(journal)
     yield from (known[case.key] for case in cases if case.key in known)
     todo = [case for case in cases if case.key not in known]
-    function = functools.partial(_judge, judge=judge, cached=cached)
-    for case, answer in run_all(function, todo, workers=jobs, limit_s=limit_s):
+    first = functools.partial(_make_ready, make_ready, cached)
+    function = functools.partial(_judge, judge=judge)
+    for case, answer in run_all(function, todo, workers=jobs, limit_s=limit_s, make_ready=first):
         verdict = _died(case, answer) if isinstance(answer, Died) else answer
         if journal is not None:
             _append(journal, asdict(verdict))
@@ -61,7 +65,7 @@ def run_cases(
 
 def _begin(journal: Path, judged_as: Mapping[str, object]) -> None:
     """Write the journal's first line, or see that it is of a run like this one."""
-    lines = journal.read_text().splitlines() if journal.exists() else []
+    lines = _lines_of(journal)
     if not lines:
         _append(journal, {_JUDGED_AS: dict(judged_as)})
         return
@@ -71,8 +75,15 @@ def _begin(journal: Path, judged_as: Mapping[str, object]) -> None:
         raise OptionError(f"{journal} is no journal: its first line says of no run") from error
     if before != judged_as:
         names = sorted(n for n in {**before, **judged_as} if before.get(n) != judged_as.get(n))
-        differ = ", ".join(f"{n} {before.get(n)}, not {judged_as.get(n)}" for n in names)
+        differ = ", ".join(
+            f"{n} {_brief(before.get(n))}, not {_brief(judged_as.get(n))}" for n in names
+        )
         raise OptionError(f"{journal} is of another run ({differ}); take another file")
+
+
+def _brief(value: object) -> str:
+    """Tell a digest by how it begins."""
+    return str(value)[:12] if len(str(value)) == 64 else str(value)
 
 
 def _append(journal: Path, line: Mapping[str, object]) -> None:
@@ -86,9 +97,7 @@ def _append(journal: Path, line: Mapping[str, object]) -> None:
 def read_journal(journal: Path | None) -> dict[str, Verdict]:
     """Read a journal; half a line at its end, of a run that was killed, is left out."""
     known: dict[str, Verdict] = {}
-    if journal is None or not journal.exists():
-        return known
-    for line in journal.read_text().splitlines():
+    for line in _lines_of(journal):
         try:
             verdict = Verdict(**json.loads(line))
         except (ValueError, TypeError):
@@ -97,17 +106,27 @@ def read_journal(journal: Path | None) -> dict[str, Verdict]:
     return known
 
 
-def _judge(
-    case: Tried, progress: Progress, *, judge: Callable[..., Verdict], cached: bool
-) -> Verdict:
-    """Judge a case in a process of its own, to whose log nobody listens."""
+def _lines_of(journal: Path | None) -> list[str]:
+    if journal is None or not journal.exists():
+        return []
+    return journal.read_text(errors="replace").splitlines()
+
+
+def _make_ready(make_ready: Callable[[], None], cached: bool) -> None:
+    """Begin a process of its own, to whose log nobody listens."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     if not cached:
         turn_cache_off()
+    with contextlib.suppress(Exception):
+        make_ready()
+
+
+def _judge(case: Tried, progress: Progress, *, judge: Callable[..., Verdict]) -> Verdict:
     return judge(case, progress=progress)
 
 
 def _died(case: Tried, died: Died) -> Verdict:
-    outcome = "hang" if died.how.startswith("no answer") else "crash"
-    return Verdict(case.key, outcome, f"{died.during}: {died.how}")
+    if isinstance(died.so_far, Verdict):
+        return died.so_far
+    return Verdict(case.key, died.kind, f"{died.during}: {died.how}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,17 +19,25 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from command import Ended, invoke
 from npu_iree import toolchain
 from npu_iree.conformance import cases, judge, report
 from npu_iree.conformance.cases import Case
-from npu_iree.conformance.observe import COMPARED_BY
+from npu_iree.conformance.observe import COMPARED_BY, _plain
 from npu_iree.conformance.pool import Died, Progress, run_all
-from npu_iree.conformance.run import read_journal, run_cases
+from npu_iree.conformance.run import _died, read_journal, run_cases
 from npu_iree.conformance.verdict import Verdict
 from npu_iree.errors import OptionError
 
 COMMAND = (str(Path(sys.executable).parent / "npu-iree"), "conformance")
+Command = Callable[..., Ended]
 RIGHT = "^(add|mm|nn.functional.relu|median|cumsum)$"
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """`npu-iree conformance`, in this process."""
+    return functools.partial(invoke, monkeypatch, capsys, "conformance")
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
@@ -85,17 +96,25 @@ def test_a_journal_is_of_one_run(tmp_path: Path) -> None:
     assert journal.read_text() == "a,b\n"
 
 
-def test_a_dtype_that_is_none_is_one_clear_line() -> None:
-    done = run(*COMMAND, "ops", "--dtype", "f31")
-    assert done.returncode == 2
-    assert "no dtype f31; there are f16" in done.stderr
+def test_a_dtype_that_is_none_is_one_clear_line(command: Command) -> None:
+    done = command("ops", "--dtype", "f31")
+    assert done.code == 2
+    assert "no dtype f31; there are f16" in done.err
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, op: Callable[..., Any], *samples: Any) -> None:
+    """Make a function the only entry of PyTorch's database."""
+    info = SimpleNamespace(op=op, sample_inputs=lambda *_, **__: samples)
+    monkeypatch.setattr(judge, "database", lambda: [info])
+
+
+def sample_of(*inputs: Any) -> Any:
+    return SimpleNamespace(input=inputs[0], args=inputs[1:], kwargs={})
 
 
 def outcome(monkeypatch: pytest.MonkeyPatch, op: Callable[..., Any], *inputs: Any) -> Verdict:
     """Judge a function as if it were an entry of PyTorch's database."""
-    sample = SimpleNamespace(input=inputs[0], args=inputs[1:], kwargs={})
-    info = SimpleNamespace(op=op, sample_inputs=lambda *_, **__: [sample])
-    monkeypatch.setattr(judge, "database", lambda: [info])
+    plant(monkeypatch, op, sample_of(*inputs))
     return judge.judge(Case("planted", 0, "f32", 1, True), "npu-local", lambda text: None)
 
 
@@ -114,7 +133,63 @@ def test_another_gradient_than_eagers_is_wrong(monkeypatch: pytest.MonkeyPatch) 
 
     verdict = outcome(monkeypatch, lie, torch.ones(3, requires_grad=True))
     assert verdict.outcome == "wrong"
-    assert "result 1" in verdict.detail
+    assert "gradient 0" in verdict.detail
+
+
+def test_other_arguments_or_numbers_than_eagers_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lie_in_place(x: torch.Tensor) -> torch.Tensor:
+        return (x.add_(1) if torch.compiler.is_compiling() else x) * 0
+
+    def lie_in_a_number(x: torch.Tensor) -> bool:
+        return torch.compiler.is_compiling() != bool(x.shape)
+
+    verdict = outcome(monkeypatch, lie_in_place, torch.ones(3))
+    assert verdict.outcome == "wrong"
+    assert "argument 0 after the call" in verdict.detail
+    assert outcome(monkeypatch, lie_in_a_number, torch.ones(3)).outcome == "wrong"
+
+
+def test_what_is_wrong_of_all_samples_together_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lie(calls: Any) -> list[Any]:
+        return [value + (len(calls) == 2) for value, _, _ in calls]
+
+    plant(monkeypatch, torch.clone, sample_of(torch.ones(3)), sample_of(torch.zeros(2)))
+    monkeypatch.setattr(judge, "compiled_anew", lambda function, target: lie)
+    verdict = judge.judge(Case("planted", 0, "f32", 2, False), "npu-local", lambda text: None)
+    assert verdict.outcome == "wrong"
+    assert verdict.detail.startswith("only all samples as one graph: result 0")
+
+
+def test_a_host_that_was_chosen_is_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict = outcome(monkeypatch, torch.clone, torch.ones(3))
+    assert verdict.outcome == "idle"
+    assert "aten.clone.default: moves data only" in verdict.detail
+
+
+def test_eagers_rounding_excuses_no_number_elsewhere() -> None:
+    exact = torch.tensor([1e5, 3.0, 5.0])
+    expected = torch.tensor([math.inf, 3.0, 5.0], dtype=torch.float16)
+    assert judge.rounds_as_eager(expected, expected, exact)
+    assert not judge.rounds_as_eager(expected * torch.tensor([1, -1e4, 1]).half(), expected, exact)
+    better = torch.tensor([3.0, 5.0], dtype=torch.float16)
+    assert judge.rounds_as_eager(better, better * math.nan, exact[1:])
+    assert not judge.rounds_as_eager(better * math.nan, better, exact[1:])
+
+
+def test_indices_are_compared_as_far_as_an_order_is_promised() -> None:
+    x, sort = torch.tensor([2.0, 1.0, 1.0]), COMPARED_BY["sort"]
+
+    def told(*indices: int, **kwargs: Any) -> dict[str, str]:
+        results = (
+            sort(x, (), kwargs, (x.sort().values, torch.tensor(i))) for i in (indices, right)
+        )
+        one, other = ({str(i): _plain(r) for i, r in enumerate(result)} for result in results)
+        return judge.differences(one, other, 1)
+
+    right = (1, 2, 0)
+    assert not told(2, 1, 0)
+    assert told(1, 1, 0)
+    assert told(2, 1, 0, stable=True)
 
 
 def test_an_error_of_ours_is_one_and_an_error_of_eagers_is_none(
@@ -130,31 +205,91 @@ def test_an_error_of_ours_is_one_and_an_error_of_eagers_is_none(
 
 def _fail(kind: str, progress: Progress) -> str:
     progress(kind)
-    if kind == "hang":
+    if "hang" in kind:
+        progress(len(kind))
         signal.pause()
+    if kind == "raise":
+        raise ValueError("no reason")
     if kind == "abort":
         os.abort()
-    return kind
+    return f"{kind} {os.environ['MADE_READY']}"
+
+
+def _make_ready() -> None:
+    os.environ["MADE_READY"] = "as asked"
 
 
 def test_a_crash_and_a_hang_end_one_case_only() -> None:
-    tasks = ["fine", "abort", "hang", "fine too"]
-    answers = dict(run_all(_fail, tasks, workers=2, limit_s=5))
-    assert answers["fine"] == "fine"
-    assert answers["fine too"] == "fine too"
+    tasks = ["fine", "abort", "hang", "raise", "fine too"]
+    answers = dict(run_all(_fail, tasks, workers=2, limit_s=5, make_ready=_make_ready))
+    assert answers["fine"] == "fine as asked"
+    assert answers["fine too"] == "fine too as asked"
     assert answers["abort"] == Died("abort", "SIGABRT")
-    assert answers["hang"] == Died("hang", "no answer in 5 s")
+    assert answers["hang"] == Died("hang", "no answer in 5 s", "hang", so_far=4)
+    assert answers["raise"] == Died("raise", "ValueError: no reason", "error")
 
 
-def test_runs_are_compared_case_by_case(tmp_path: Path) -> None:
+_ENDS_BESIDE_A_HANG = """
+import os, signal, sys
+from pathlib import Path
+from npu_iree.conformance.pool import run_all
+
+def hang(parent, progress):
+    Path(sys.argv[1]).write_text(str(os.getpid()))
+    os.kill(parent, signal.SIGKILL)
+    signal.pause()
+
+if __name__ == "__main__":
+    list(run_all(hang, [os.getpid()], workers=1, limit_s=60))
+"""
+
+
+def test_no_worker_outlives_a_run_that_is_killed(tmp_path: Path) -> None:
+    script, worker = tmp_path / "run.py", tmp_path / "worker"
+    script.write_text(_ENDS_BESIDE_A_HANG)
+    assert run(sys.executable, str(script), str(worker)).returncode == -signal.SIGKILL
+    gone, deadline = Path("/proc") / worker.read_text(), time.monotonic() + 20
+    while gone.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not gone.exists()
+
+
+def test_what_was_found_before_a_hang_is_the_verdict() -> None:
+    verdict = Verdict("mm[f32]", "wrong")
+    case = Case("mm", 0, "f32", samples=1, backward=False)
+    assert _died(case, Died("a cut", "no answer in 3 s", "hang", verdict)) == verdict
+    assert _died(case, Died("a cut", "no answer in 3 s", "hang")).outcome == "hang"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fails"),
+    [
+        ("device", "host", True),
+        ("host", "device", False),
+        ("device", "idle", False),
+        ("idle", "device", False),
+        ("idle", "host", True),
+        ("-", "host", False),
+        ("-", "wrong", True),
+        ("host", "-", True),
+    ],
+)
+def test_a_run_is_worse_by_one_case(before: str, after: str, fails: bool) -> None:
+    assert report.is_worse(before, after) == fails
+
+
+def test_runs_are_compared_case_by_case(tmp_path: Path, command: Command) -> None:
     before, after = tmp_path / "before", tmp_path / "after"
     before.write_text(json.dumps({"key": "a[f32]", "outcome": "device"}) + "\n")
-    after.write_text(json.dumps({"key": "a[f32]", "outcome": "host"}) + "\n")
-    assert run(*COMMAND, "diff", str(before), str(before)).returncode == 0
-    worse = run(*COMMAND, "diff", str(before), str(after))
-    assert worse.returncode == 1
-    assert "a[f32]" in worse.stdout
-    assert run(*COMMAND, "diff", str(after), str(before)).returncode == 0
+    after.write_text(json.dumps({"key": "b[f32]", "outcome": "host"}) + "\n")
+    assert command("diff", before, before).code == 0
+    worse = command("diff", before, after)
+    assert (worse.code, "1 cases are no longer there" in worse.out) == (1, True)
+    assert "a[f32]" in worse.out
+    after.write_text(json.dumps({"key": "b[f32]", "outcome": "fine"}) + "\n")
+    assert "there is no outcome 'fine'" in command("diff", before, after).err
+    after.write_bytes(b"\x93\xff")
+    assert "holds no verdicts" in command("diff", before, after).err
 
 
 def test_what_is_left_out_is_in_the_database() -> None:
@@ -170,13 +305,27 @@ def test_the_share_counts_what_ran_right() -> None:
         Verdict("x[f32]", "skipped"),
         *[Verdict("x[f32]", "device")] * 3,
     ]
-    assert report.device_share(verdicts) == (0.6, 0.75)
+    assert report.device_share([*verdicts, Verdict("x[f32]", "idle")]) == (0.6, 0.75)
 
 
-def test_nothing_proves_nothing(tmp_path: Path) -> None:
-    none = run(*COMMAND, "ops", "--filter", "^no_such_op$")
-    assert (none.returncode, "no operator matches" in none.stderr) == (2, True)
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("these are no verdicts")
-    told = run(*COMMAND, "diff", str(empty), str(empty))
-    assert (told.returncode, "holds no verdicts" in told.stderr) == (2, True)
+def test_junit_tells_what_was_tried_and_counts() -> None:
+    verdicts = [Verdict("x[f32]", "wrong", "a\x1b[0m < b"), Verdict("y[f32]", "skipped", "why")]
+    root = ElementTree.fromstring(report.junit(verdicts, "programs", "cuda"))
+    assert root.get("name") == "npu-iree conformance programs, cuda"
+    (suite,) = root
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("2", "1", "1")
+    assert suite.findtext(".//failure") == "a\ufffd[0m < b"
+
+
+def test_nothing_proves_nothing(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    none = command("ops", "--filter", "^no_such_op$")
+    assert (none.code, "no operator matches" in none.err) == (2, True)
+    nowhere = command("ops", "--filter", "^add$", "--json", tmp_path / "no" / "file")
+    assert (nowhere.code, "cannot be written" in nowhere.err) == (2, True)
+    verdict = judge.judge(Case("_batch_norm_with_update", 0, "f16", 1, False), "", print)
+    monkeypatch.setattr("npu_iree.cli.conformance.run_cases", lambda *_, **__: [verdict])
+    skipped = command("ops", "--filter", "^add$", "--json", tmp_path / "file")
+    assert (skipped.code, "fake kernel says f32" in skipped.out) == (1, True)
+    assert read_journal(tmp_path / "file") == {verdict.key: verdict}

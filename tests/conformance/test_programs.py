@@ -120,6 +120,19 @@ def test_values_that_only_rounding_tells_apart_are_not_wrong() -> None:
     program = replace(LONG, style="forward", statements=statements, results=("v0",))
     inputs = program.inputs(1)
     expected = judge_programs._observe(program, judge_programs.over(program.function()), inputs)
-    off = [t * (1 + 1e-6) for t in expected]
-    assert not judge_programs._problem(program, 4, 1, off)
-    assert judge_programs._problem(program, 4, 1, [t * 1.01 for t in expected])
+
+    def told(factor: float) -> dict[str, str]:
+        actual = expected | {"result 0": expected["result 0"] * factor}
+        return judge_programs._problems(program, 4, 1, actual)
+
+    assert not told(1 + 1e-6)
+    assert judge_programs._of_no_last_bit(program, 4, 1, told(1.01)).keys() == {"result 0"}
+
+
+def test_one_seed_is_wrong_unless_eager_is_as_unsure() -> None:
+    compares = replace(LONG, statements=(Statement("v0", "(x.sin() - x.sin() > 1e-9) * 1.0"),))
+    last_bit = replace(compares, statements=(Statement("v0", "(x / 3 * 3 > x) * 1.0"),))
+    problems = {"result 0": "a number"}
+    for program, wrong in ((compares, problems), (last_bit, {})):
+        chosen = replace(program, style="forward", results=("v0",))
+        assert judge_programs._of_no_last_bit(chosen, 4, 1, problems) == wrong

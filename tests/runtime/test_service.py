@@ -156,7 +156,7 @@ def test_a_worker_runs_the_code_of_the_process_that_asks(tmp_path: Path) -> None
     """Wherever that has it from: the key of what it makes names this code."""
     shutil.copytree(Path(service_module.__file__).parent, tmp_path / "lowering")
     marked = tmp_path / "lowering" / "worker.py"
-    text = marked.read_text().replace("_die_with_parent()\n", "raise SystemExit(77)\n", 1)
+    text = marked.read_text().replace("die_with_parent()\n", "raise SystemExit(77)\n", 1)
     marked.write_text(text)
     script = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
