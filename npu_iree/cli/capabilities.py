@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -138,10 +138,11 @@ def _runs_less(before: Row, after: Row) -> bool:
 
 def _is_in(limit: Limit, other: Limit) -> bool:
     """Say whether what a limit covers of an op is covered by another one."""
-    alike = replace(limit, ops=other.ops, longer_than=other.longer_than, reason=other.reason)
-    if other.longer_than is None or limit.longer_than is None:
-        return alike == other and other.longer_than is limit.longer_than
-    return alike == other and other.longer_than <= limit.longer_than
+    dtypes = not other.dtypes or (bool(limit.dtypes) and limit.dtypes <= other.dtypes)
+    flags = [(getattr(limit, n), getattr(other, n)) for n in ("empty", "scalar", "dynamic")]
+    lengths = limit.longer_than, other.longer_than
+    is_as_long = lengths[1] is None or (lengths[0] is not None and lengths[1] <= lengths[0])
+    return dtypes and is_as_long and all(needed or not others for needed, others in flags)
 
 
 def _change(before: Row, after: Row) -> tuple[str, str, str, str]:

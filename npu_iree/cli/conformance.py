@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -18,11 +17,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 import npu_iree
-from lowering.cache import write_atomically
 from lowering.capabilities import load_capabilities
 from lowering.digest import sources_digest, text_digest
 from lowering.key import compiler_build, package_version
 from npu_iree.cli.dtype import F32, DTypes
+from npu_iree.cli.outputs import refuse_unwritable, write_text
 from npu_iree.cli.pattern import Filter
 from npu_iree.conformance import report
 from npu_iree.conformance.cases import EVERYTHING, cases
@@ -145,37 +144,20 @@ class Files:
     json: Path | None
     junit: Path | None
 
-    def check(self) -> None:
-        """See that they can be written, before anything is tried.
-
-        Raises:
-            OptionError: one cannot.
-        """
-        for path in filter(None, (self.json, self.junit)):
-            if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-                raise OptionError(f"{path} cannot be written: it needs to be a file in a folder")
-
     def write(self, verdicts: Sequence[Verdict], name: str, target: str) -> None:
         """Write what was found."""
         if self.json is not None:
             text = "".join(json.dumps(asdict(v)) + "\n" for v in verdicts)
-            _write(self.json, text)
+            write_text(self.json, text)
         if self.junit is not None:
-            _write(self.junit, report.junit(verdicts, name, target))
-
-
-def _write(path: Path, text: str) -> None:
-    if path.exists() and not path.is_file():  # a pipe, say
-        path.write_text(text)
-    else:
-        write_atomically(path, text.encode())
+            write_text(self.junit, report.junit(verdicts, name, target))
 
 
 def _check(target: str, device: str, files: Files) -> None:
     if device not in ("compile", "npu"):
         raise OptionError(f"--device is compile or npu, not {device!r}")
     find_target(target)
-    files.check()
+    refuse_unwritable(files.json, files.junit)
 
 
 def _judged_on(target: str) -> dict[str, object]:

@@ -28,6 +28,7 @@ from npu_iree.cli.inputs import (
     entry_of,
     make_arguments,
 )
+from npu_iree.cli.outputs import refuse_unwritable
 from npu_iree.cli.progress import stage_progress
 from npu_iree.offline.load import load
 from npu_iree.profiling.measure import Measured, measure
@@ -72,6 +73,7 @@ def profile_command(
 ) -> None:
     """Show where the time of a call goes: by device program, with the lines of the model."""
     with telling_errors(console, as_json_=as_json_), stage_progress() as tell:
+        refuse_unwritable(trace)
         tell("loading")
         program = load(artifact, target, params=params)
         function = entry_of(program, entry)

@@ -19,6 +19,7 @@ from npu_iree.recording import Span, record_timeline
 from npu_iree.transfers import Transfer, record_transfers
 
 _WATCHED = 3
+_LIMIT_S, _SLOWER = 300.0, 20  # most that recording takes: to begin, and times a call of ours
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ def measure(
         driver=program.device.target.driver,
         parameters=params or beside,
         calls=calls + WARM_UP,
+        limit_s=_LIMIT_S + _SLOWER * call_s * (calls + WARM_UP),
     )
     recorded = Recorded.of(records)
     profile = Profile(
@@ -94,6 +96,7 @@ def measure(
         calls=calls,
         call_s=call_s,
         queue_s=median_s([e.duration_ns for e in recorded.wholes], calls),
+        between_s=median_s(recorded.idle_ns(), calls),
         rates=rates,
         rows=shares(recorded, calls, manifest.dispatches, rates),
         knows_lines=bool(manifest.dispatches),

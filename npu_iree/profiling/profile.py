@@ -11,7 +11,6 @@ from lowering.manifest import Dispatch
 from npu_iree.profiling.recorded import DISPATCH, Recorded
 
 WARM_UP = 2  # calls that are recorded and not counted
-_OF_THEIR_OWN = ("alloca", "dealloca")  # work that is no part of a submission of several pieces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +21,8 @@ class Row:
         name: its name in the module, or `fill`, `copy`, `alloca`, ...
         is_dispatch: whether it is a device program.
         runs: how often it runs in a call.
-        seconds: what all its runs in a call take; the median of the calls.
+        seconds: what all its runs in a call take; the median of the calls, or where it does not run
+            as often in each, the mean.
         share: of the device time of a call.
         threads: how many worked on it, on average.
         ops: op names and the lines of the model that it computes.
@@ -75,6 +75,7 @@ class Profile:
         call_s: what a call takes that nobody records; the median.
         queue_s: what the submissions of a recorded call take, gaps between the work in them
             included; the median.
+        between_s: the part of it in which none of their work runs; the median.
         rates: what the machine can do at most (`machine_rates`).
         rows: the device work of a call, the longest first.
         knows_lines: whether the artifact says what its device programs compute.
@@ -84,6 +85,7 @@ class Profile:
     calls: int
     call_s: float
     queue_s: float
+    between_s: float
     rates: Mapping[str, float]
     rows: tuple[Row, ...]
     knows_lines: bool
@@ -93,17 +95,10 @@ class Profile:
         """The device time of a call: of work at the same time, the sum."""
         return sum(row.seconds for row in self.rows)
 
-    @property
-    def between_s(self) -> float:
-        """The time of a call's submissions in which none of their work runs."""
-        inside = (row.seconds for row in self.rows if row.name not in _OF_THEIR_OWN)
-        return max(0.0, self.queue_s - sum(inside))
-
     def to_json(self) -> dict[str, Any]:
         """Return it as plain values."""
         rows = [row.to_json() for row in self.rows]
-        times = {"device_s": self.device_s, "between_s": self.between_s}
-        return {**asdict(self), **times, "rows": rows}
+        return {**asdict(self), "device_s": self.device_s, "rows": rows}
 
 
 def shares(
@@ -149,7 +144,7 @@ def shares(
 
 
 def median_s(durations_ns: Sequence[int], calls: int) -> float:
-    """Return what the runs of a call take: the median of the calls, where all have as many."""
+    """Return what the runs of a call take: the median of the calls; the mean if they differ."""
     if not durations_ns:
         return 0.0
     runs, rest = divmod(len(durations_ns), calls + WARM_UP)

@@ -89,6 +89,22 @@ class Recorded:
             tuple(sorted(submissions, key=lambda s: s.submitted_ns)),
         )
 
+    def idle_ns(self) -> list[int]:
+        """Return of each submission of several pieces how long none of its work ran."""
+        by_submission: dict[int, list[Execution]] = {}
+        for e in self.executions:
+            by_submission.setdefault(e.submission, []).append(e)
+        return [_idle_ns(whole, by_submission.get(whole.submission, ())) for whole in self.wholes]
+
+
+def _idle_ns(whole: Execution, parts: Iterable[Execution]) -> int:
+    """Take the times at which some part runs, several or one, from all; they are in order."""
+    idle, reached = 0, whole.start_ns
+    for part in parts:
+        idle += max(0, part.start_ns - reached)
+        reached = max(reached, part.end_ns)
+    return idle + max(0, whole.end_ns - reached)
+
 
 def _execution(record: Mapping[str, Any]) -> Execution:
     return Execution(

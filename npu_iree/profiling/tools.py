@@ -46,6 +46,7 @@ def record_calls(
     driver: str,
     parameters: Path | None,
     calls: int,
+    limit_s: float = 3600.0,
 ) -> list[dict[str, Any]]:
     """Call a function of a module in a process of its own, and record what the device does.
 
@@ -56,12 +57,13 @@ def record_calls(
         driver: the IREE device to run on.
         parameters: the file that is bound, or None.
         calls: how many.
+        limit_s: seconds that a tool may take.
 
     Returns:
         Records of `iree-profile export`; times are those of `time.perf_counter_ns`.
 
     Raises:
-        NpuIreeError: a tool is missing, or failed.
+        NpuIreeError: a tool is missing, failed, or took too long.
         TargetError: IREE cannot record on this driver.
     """
     runner, reader = find_tool(RUNNER), find_tool(READER)
@@ -77,10 +79,10 @@ def record_calls(
                 *(f"--device_profiling_mode={_RECORDED}", f"--device_profiling_output={bundle}"),
             ],
             driver,
+            limit_s,
         )
-        text = _run(
-            [reader, "export", "--format=ireeperf-jsonl", "--output=-", str(bundle)], driver
-        )
+        export = [reader, "export", "--format=ireeperf-jsonl", "--output=-", str(bundle)]
+        text = _run(export, driver, limit_s)
     return [json.loads(line) for line in text.splitlines()]
 
 
@@ -100,8 +102,12 @@ def _input(file: Path, value: Any) -> str:
     return f"--input={kind}=@{file}"
 
 
-def _run(command: list[str], driver: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True)
+def _run(command: list[str], driver: str, limit_s: float) -> str:
+    name = Path(command[0]).name
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired as error:
+        raise NpuIreeError(f"{name} has not ended in {limit_s:.0f} s") from error
     if done.returncode == 0:
         return done.stdout
     said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
@@ -111,4 +117,4 @@ def _run(command: list[str], driver: str) -> str:
             f"IREE cannot record what the driver {driver} does: {reason}. Profiles are of targets "
             "that run on local-task or local-sync"
         )
-    raise NpuIreeError(f"{Path(command[0]).name} failed: {reason}")
+    raise NpuIreeError(f"{name} failed: {reason}")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lowering.cache import write_atomically
 from npu_iree.errors import NpuIreeError
 from npu_iree.profiling.measure import HostCalls, Measured
 from npu_iree.profiling.profile import Row
@@ -41,8 +42,7 @@ def write_trace(path: Path, measured: Measured) -> None:
     """
     text = json.dumps({"traceEvents": trace_events(measured), "displayTimeUnit": "ms"})
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        write_atomically(path, text.encode())
     except OSError as error:
         raise NpuIreeError(f"cannot write the trace to {path}: {error}") from error
 

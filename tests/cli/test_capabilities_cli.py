@@ -73,5 +73,14 @@ def test_diff_of_a_new_limit_fails_and_of_a_wider_one_passes(tmp_path: Path) -> 
     empty = table(tmp_path, "empty", f"{ADD}empty = true\n")
     assert [run("diff", long, other).exit_code for other in (longer, never, empty)] == [0, 1, 1]
     assert run("diff", longer, long).exit_code == 1
+    both, one = (
+        table(tmp_path, name, f"{ADD}dtypes = {dtypes}\nlonger_than = 10\n")
+        for name, dtypes in (("both", '["f32", "i64"]'), ("one", '["f32"]'))
+    )
+    assert [run("diff", *pair).exit_code for pair in ((both, one), (long, one), (one, both))] == [
+        0,
+        0,
+        1,
+    ]
     (row,) = json.loads(run("show", never, "--format", "json").stdout)
     assert row["dtypes"] == ["f32"]

@@ -13,6 +13,9 @@ import pytest
 from command import Ended, end, invoke, start
 from lowering.manifest import Manifest
 from lowering.vmfb import read_manifest, unpack
+from npu_iree.errors import NpuIreeError
+from npu_iree.profiling.recorded import Execution, Recorded
+from npu_iree.profiling.tools import _run
 from once import made_once
 
 Command = Callable[..., Ended]
@@ -74,6 +77,24 @@ def test_the_shares_of_a_call_sum_to_one(profiled: Any) -> None:
     assert sum(row["seconds"] for row in profiled["rows"]) == pytest.approx(profiled["device_s"])
     assert profiled["rates"]["matmul_gflops"] > 0
     assert profiled["call_s"] > 0
+
+
+def test_the_time_between_work_is_that_in_which_none_runs() -> None:
+    whole = Execution("execute", "execute", 1, 0, 100, 0, 0)
+    spans = ((10, 40), (20, 30), (35, 60), (90, 95))
+    parts = tuple(Execution("main", "dispatch", 1, start, end, 0, 0) for start, end in spans)
+    others = (Execution("alloca", "alloca", 2, 60, 90, 0, 0),)
+    assert Recorded((*parts, *others), (whole,), ()).idle_ns() == [45]
+
+
+def test_a_tool_that_hangs_is_ended_and_a_trace_has_a_place(
+    command: Command, folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(NpuIreeError, match="sleep has not ended in 0 s"):
+        _run(["sleep", "60"], "local-task", 0.1)
+    done = command("profile", folder / "mine.vmfb", "--trace", tmp_path)
+    assert (done.code, done.out) == (2, "")
+    assert "cannot be written" in done.err
 
 
 def test_each_device_program_has_a_line_of_the_model(profiled: Any, folder: Path) -> None:

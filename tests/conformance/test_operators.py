@@ -322,7 +322,8 @@ def test_nothing_proves_nothing(
 ) -> None:
     none = command("ops", "--filter", "^no_such_op$")
     assert (none.code, "no operator matches" in none.err) == (2, True)
-    nowhere = command("ops", "--filter", "^add$", "--json", tmp_path / "no" / "file")
+    (tmp_path / "taken").touch()
+    nowhere = command("ops", "--filter", "^add$", "--json", tmp_path / "taken" / "file")
     assert (nowhere.code, "cannot be written" in nowhere.err) == (2, True)
     verdict = judge.judge(Case("_batch_norm_with_update", 0, "f16", 1, False), "", print)
     monkeypatch.setattr("npu_iree.cli.conformance.run_cases", lambda *_, **__: [verdict])
