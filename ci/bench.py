@@ -19,7 +19,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,12 +28,13 @@ import torch
 from benching import report, suite
 from benching.backends import BACKENDS as MODEL_BACKENDS
 from benching.backends import DYNAMIC, INFERENCE, STATIC, TRAINING
+from benching.turns import turns
+from lowering.cache import write_atomically
 from lowering.key import host_cpu
 from npu_iree.profiling.rates import machine_rates
 
 BACKENDS = ("npu_iree", "inductor")
 Call = Callable[[], object]
-REST_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -49,21 +50,15 @@ class Figure:
 
 
 def measure(calls: dict[str, Call], rounds: int, repeat: int) -> dict[str, list[float]]:
-    """Time each call `repeat` times a round, all of them in every round; microseconds a call.
-
-    Before each there is a rest: OpenMP's threads go on spinning for some 16 ms after the last
-    kernel of PyTorch's, and would take the CPU from whoever is measured next.
-    """
+    """Time each call `repeat` times a round, all of them in every round; microseconds a call."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
-    for _ in range(rounds):
-        for name, call in calls.items():
-            time.sleep(REST_S)
-            started = time.perf_counter()
-            for _ in range(repeat):
-                call()
-            times[name].append((time.perf_counter() - started) / repeat * 1e6)
+    for name in turns(list(calls), rounds):
+        started = time.perf_counter()
+        for _ in range(repeat):
+            calls[name]()
+        times[name].append((time.perf_counter() - started) / repeat * 1e6)
     return times
 
 
@@ -141,12 +136,14 @@ def parse() -> argparse.Namespace:
     add("--batch", nargs="+", type=int, default=[1])
     add("--training", action="store_true", help="a step: forward, loss and gradients")
     add("--dynamic", action="store_true", help="compiled with dynamic=True")
-    add("--rounds", type=int, default=7)
+    add("--rounds", type=int, default=7, help="2 or more: a spread is told, too")
     add("--seconds", type=float, default=0.5, help="of one backend in one round")
     add("--python", nargs="+", default=[], metavar="BACKEND=PATH", help="interpreters of peers")
     add("--tune", choices=("off", "quick", "full"), default="off", help="for our own backend")
     add("--plot", type=Path, help="PNG of all that is in the JSON file (needs matplotlib)")
     args = parser.parse_args()
+    if args.rounds < 2 or not args.seconds > 0:
+        parser.error("--rounds is 2 or more, and --seconds above 0")
     if unknown := set(args.cases) - set(CASES):
         parser.error(f"no case {', '.join(sorted(unknown))}; there are: {', '.join(CASES)}")
     return args
@@ -166,7 +163,8 @@ def run_cases(args: argparse.Namespace) -> None:
                 )
     if args.json:
         run = {"machine": platform.processor(), "threads": torch.get_num_threads()}
-        args.json.write_text(json.dumps({**run, "figures": [asdict(f) for f in found]}, indent=1))
+        text = json.dumps({**run, "figures": [asdict(f) for f in found]}, indent=1)
+        write_atomically(args.json, text.encode())
 
 
 def run_models(args: argparse.Namespace) -> None:
@@ -188,18 +186,37 @@ def run_models(args: argparse.Namespace) -> None:
     names = list(able) if args.models == ["all"] else args.models
     if unknown := set(names) - set(able):
         raise SystemExit(f"no model {', '.join(sorted(unknown))}; there are: {', '.join(able)}")
+    here = json.loads(json.dumps(asdict(plan)))  # as the file has it
+    _refuse_another_machine(run["machine"])
     for batch in args.batch:
         for name in names:
             case = f"{name} x{batch}" + " training" * args.training + " dynamic" * args.dynamic
-            if case not in run["cases"]:
+            if case in run["cases"]:
+                _refuse_other_settings(case, run.get("settings", {}).get(case, here), here)
+            else:
+                run.setdefault("settings", {})[case] = here
                 run["cases"][case] = suite.as_json(suite.measure(name, batch, plan))
                 run.setdefault("load_average", {})[case] = os.getloadavg()
                 print(report.table({case: run["cases"][case]}), flush=True)
             if args.json:
-                args.json.write_text(json.dumps(run, indent=1))
+                write_atomically(args.json, json.dumps(run, indent=1).encode())
     print(report.summary(run["cases"]))
     if args.plot:
         report.plot(run["cases"], args.plot)
+
+
+def _refuse_another_machine(measured: Mapping[str, object]) -> None:
+    here = {"cpu": host_cpu(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    _refuse_other_settings("what is there", {name: measured.get(name) for name in here}, here)
+
+
+def _refuse_other_settings(
+    case: str, before: Mapping[str, object], here: Mapping[str, object]
+) -> None:
+    """End where a file has figures that were measured in another way; those of old do not say."""
+    if names := [name for name in here if before.get(name) != here[name]]:
+        differ = ", ".join(f"{name} {before.get(name)}, not {here[name]}" for name in names)
+        raise SystemExit(f"{case} was measured otherwise ({differ}); take another file")
 
 
 def machine() -> dict[str, object]:

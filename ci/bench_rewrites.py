@@ -22,7 +22,9 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
+from benching.turns import turns
 from lowering.abi import ENTRY
 from lowering.artifact import Artifact, EntryPoint
 from lowering.capabilities import load_capabilities
@@ -36,11 +38,14 @@ from lowering.rewrites import convolutions
 from lowering.stages import flow_to_vmfb, iree_session, linalg_to_flow
 from lowering.stages.code import read_ahead
 from lowering.stages.linalg import read_in_panels
+from npu_iree.array import DeviceArray
 from npu_iree.device import open_device
 from npu_iree.executable import Executable
 from npu_iree.targets import NPU_LOCAL
+from npu_iree.tolerances import largest_difference
 
 BEFORE, AFTER = "before", "after"
+LIMIT = 1e-3  # how far results may be from eager's
 # What of IREE's flags for the whole process is left out before.
 _FLAGS = {
     "peeling": "--iree-llvmcpu-vector-pproc-strategy",
@@ -264,18 +269,34 @@ def compiled(name: str, when: str) -> bytes:
     return compile_program(Program.of(region_of(case, when)), target).vmfb
 
 
-def call_of(vmfb: bytes, region: Region, inputs: Sequence[torch.Tensor]) -> Callable[[], None]:
+def call_of(
+    vmfb: bytes, region: Region, inputs: Sequence[torch.Tensor]
+) -> Callable[[], list[DeviceArray]]:
     """Load a module; give a call that waits for its results."""
     device = open_device(NPU_LOCAL)
     artifact = Artifact(region.name, vmfb, {ENTRY: EntryPoint(region.signature)})
     function = Executable(device, artifact).functions[ENTRY]
     handles = [device.put(tensor) for tensor in inputs]
 
-    def call() -> None:
-        for result in function(*handles):
+    def call() -> list[DeviceArray]:
+        results = list(function(*handles))
+        for result in results:
             result.wait()
+        return results
 
     return call
+
+
+def check(call: Callable[[], Any], results: Sequence[DeviceArray]) -> None:
+    """Compare results with eager's, by the largest number of each.
+
+    Raises:
+        SystemExit: they are others, and what takes how long to compute them says nothing.
+    """
+    expected = [t for t in pytree.tree_leaves(call()) if isinstance(t, torch.Tensor)]
+    for one, other in zip(results, expected, strict=True):
+        if not (off := largest_difference(one.to_host(), other)) < LIMIT:
+            raise SystemExit(f"a result of {list(other.shape)} is off by {off:.1e} of the largest")
 
 
 def measure(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
@@ -283,13 +304,12 @@ def measure(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         call()
-    for _ in range(rounds):
-        for name, call in calls.items():
-            started, count = time.perf_counter(), 0
-            while (elapsed := time.perf_counter() - started) < 0.02 or not count:
-                call()
-                count += 1
-            times[name].append(elapsed / count * 1e3)
+    for name in turns(list(calls), rounds):
+        started, count = time.perf_counter(), 0
+        while (elapsed := time.perf_counter() - started) < 0.02 or not count:
+            calls[name]()
+            count += 1
+        times[name].append(elapsed / count * 1e3)
     return times
 
 
@@ -312,6 +332,8 @@ def main() -> None:
                 vmfb = pool.submit(compiled, name, when).result()
             calls[when] = call_of(vmfb, region, inputs)
         with torch.no_grad():
+            for when in (BEFORE, AFTER):
+                check(calls["eager"], calls[when]())
             times = measure(calls, args.rounds)
         medians = " ".join(f"{statistics.median(values):10.3f}" for values in times.values())
         ratios = [a / b for a, b in zip(times[AFTER], times[BEFORE], strict=True)]

@@ -14,23 +14,26 @@ some ops anew, spread over all there are, and fails where the table says otherwi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import lowering.capabilities
+from lowering.cache import write_atomically
 from lowering.capabilities import Capabilities, load_capabilities
 from measuring.find import OURS, Source, find, sources
 from measuring.single_op import PLAIN, SingleOp
 from measuring.table import Row, disagreement, table_text
 from measuring.verdict import Verdict, judge
 from npu_iree.conformance.pool import Died, Progress, run_all
+from npu_iree.conformance.run import append_line
 
 _Item = TypeVar("_Item")
 TABLE = Path(lowering.capabilities.__file__).with_name("npu-local.toml")
@@ -81,7 +84,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=20.0, help="seconds that one op may take")
     args = parser.parse_args()
     if args.write:
-        args.table.write_text(table_text(_read(args.journal).values()))
+        write_atomically(args.table, table_text(_read(args.journal).values()).encode())
         return 0
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     if args.check:
@@ -98,10 +101,8 @@ def _measure(measured: Pass, journal: Path, workers: int, limit_s: float) -> Non
     known = _read(journal)
     todo = [single for single in todo if single.key not in known]
     print(f"{measured.dtypes}: {len(todo)} ops to try, found in {_since(started)}", flush=True)
-    with journal.open("a") as lines:
-        for single, answer in run_all(_judge, todo, workers=workers, limit_s=limit_s):
-            lines.write(json.dumps(_row(single, answer).__dict__) + "\n")
-            lines.flush()
+    for single, answer in run_all(_judge, todo, workers=workers, limit_s=limit_s):
+        append_line(journal, asdict(_row(single, answer)))
     print(f"{measured.dtypes}: done in {_since(started)}", flush=True)
 
 
@@ -193,10 +194,13 @@ def _row(single: SingleOp, answer: Verdict | Died) -> Row:
 
 
 def _read(journal: Path) -> dict[str, Row]:
-    if not journal.exists():
-        return {}
-    rows = [Row(**json.loads(line)) for line in journal.read_text().splitlines()]
-    return {row.key: row for row in rows}
+    """Read a journal; half a line, of a run that was killed, is left out."""
+    rows: dict[str, Row] = {}
+    for line in journal.read_text().splitlines() if journal.exists() else []:
+        with contextlib.suppress(ValueError, TypeError):
+            row = Row(**json.loads(line))
+            rows[row.key] = row
+    return rows
 
 
 def _since(started: float) -> str:

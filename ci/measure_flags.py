@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benching.models import MODELS
-from lowering.cache import ArtifactCache
+from lowering.cache import ArtifactCache, write_atomically
 from lowering.traits import traits_of
 from npu_iree.runner import Runner
 
@@ -51,7 +51,8 @@ def apart(name: str, batch: int) -> dict[str, Any]:
         command = [sys.executable, __file__, name, "--batch", str(batch), "--here", folder]
         done = subprocess.run([*command, "--json", str(file)], capture_output=True, text=True)
         if done.returncode:
-            return {"failed": done.stderr.strip().splitlines()[-1][:300]}
+            said = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
+            return {"failed": said[-1][:300]}
         return dict(json.loads(file.read_text()))
 
 
@@ -88,7 +89,7 @@ def main() -> None:
         found[case] = apart(name, args.batch)
         print("\n".join(lines(case, found[case])), flush=True)
         if args.json:
-            args.json.write_text(json.dumps(found, indent=1))
+            write_atomically(args.json, json.dumps(found, indent=1).encode())
 
 
 if __name__ == "__main__":

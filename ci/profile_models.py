@@ -18,6 +18,7 @@ import torch
 from benching.limits import ARGUMENTS, MODULE, WEIGHTS, export_module
 from benching.models import MODELS
 from lowering.abi import ENTRY
+from lowering.cache import write_atomically
 from lowering.dispatches import list_dispatches
 from lowering.pipeline import Toolchain
 from lowering.program import Program
@@ -92,7 +93,7 @@ def main() -> None:
             )
         found[case] = [_brief(row) for row in rows[: args.top]]
         if args.json:  # a later model may fail
-            args.json.write_text(json.dumps(found, indent=1) + "\n")
+            write_atomically(args.json, f"{json.dumps(found, indent=1)}\n".encode())
 
 
 def _brief(row: Row) -> dict[str, Any]:

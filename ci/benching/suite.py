@@ -179,10 +179,15 @@ def _rounds(
     timed = [n for n, r in rows.items() if not r.missing and n not in FIRST_CALL_ONLY]
     for i in range(plan.rounds):
         for name in timed if i % 2 == 0 else reversed(timed):
-            rows[name].rounds_ms.append(_time(name, children, plan.seconds, folder))
-            if name == OURS:
-                inside = children[OURS].ask("inside", plan.seconds)["ms"]
-                rows[OURS].inside_ms.append(float(inside))
+            if rows[name].missing:
+                continue
+            answer = _time(name, children, plan.seconds, folder)
+            rows[name].missing = answer.get("failed", "")
+            rows[name].rounds_ms += [float(answer["ms"])] if "ms" in answer else []
+            if name == OURS and not rows[OURS].missing:
+                inside = children[OURS].ask("inside", plan.seconds)
+                rows[OURS].missing = inside.get("failed", "")
+                rows[OURS].inside_ms += [float(inside["ms"])] if "ms" in inside else []
 
 
 def _side_by_side(rows: Mapping[str, Row]) -> dict[str, Row]:
@@ -193,18 +198,28 @@ def _side_by_side(rows: Mapping[str, Row]) -> dict[str, Row]:
     return {name: rows[name] for name in names}
 
 
-def _time(name: str, children: Mapping[str, _Child], seconds: float, folder: Path) -> float:
-    if name == LIMIT:
-        return benchmark_module(folder / "module", seconds)
-    return float(children[name].ask("round", seconds)["ms"])
+def _time(
+    name: str, children: Mapping[str, _Child], seconds: float, folder: Path
+) -> dict[str, Any]:
+    if name != LIMIT:
+        return children[name].ask("round", seconds)
+    try:
+        return {"ms": benchmark_module(folder / "module", seconds)}
+    except subprocess.CalledProcessError as error:
+        return {"failed": f"{LIMIT} ended with {error.returncode}"}
 
 
 def _settle(rows: Mapping[str, Row]) -> None:
+    """Sum rounds up; one that died in some round has no figures, and none has ratios to it."""
+    for row in rows.values():
+        if row.missing:
+            row.rounds_ms, row.inside_ms = [], []
     eager = rows["eager"].rounds_ms
     for row in rows.values():
         if len(row.rounds_ms) > 1:
             low, _, high = statistics.quantiles(row.rounds_ms, n=4)
             row.ms, row.spread_ms = statistics.median(row.rounds_ms), high - low
+        if len(row.rounds_ms) > 1 and eager:
             row.of_eager = statistics.median(
                 a / b for a, b in zip(row.rounds_ms, eager, strict=True)
             )

@@ -137,6 +137,19 @@ def program(single: SingleOp) -> SingleOpProgram:
     return SingleOpProgram(Segment(DEVICE, own, "region0"), inputs, expected)
 
 
+def in_floats(single: SingleOp) -> tuple[torch.Tensor, ...]:
+    """Return what eager makes of an op that has floats for its halves."""
+    args, kwargs, used = pickle.loads(single.call)
+    args, kwargs = tree_map_only(torch.Tensor, _in_floats, (args, kwargs))
+    with torch.no_grad():
+        result = single.target(*args, **kwargs)
+    return (result,) if isinstance(result, torch.Tensor) else tuple(result[i] for i in used)
+
+
+def _in_floats(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor.clone()
+
+
 def _placeholders(graph: fx.Graph, leaves: list[object]) -> Iterator[tuple[fx.Node, torch.Tensor]]:
     distinct = {id(v): v for v in leaves if isinstance(v, torch.Tensor)}
     for i, tensor in enumerate(distinct.values()):

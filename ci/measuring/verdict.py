@@ -12,6 +12,7 @@ import torch
 
 from lowering.abi import ENTRY
 from lowering.capabilities import NOT_LOWERED
+from lowering.decompositions.halves import HALVES
 from lowering.dtypes import DTYPES, dtype_name
 from lowering.errors import StageError
 from lowering.pipeline import compile_program
@@ -21,21 +22,14 @@ from lowering.signature import Signature, TensorSpec, inverse
 from lowering.stages.aten_to_torch import ATEN_TO_TORCH
 from lowering.stages.torch_to_linalg import TORCH_TO_LINALG
 from lowering.target import CompileTarget
-from measuring.single_op import SingleOp, SingleOpProgram, program
+from measuring.single_op import SingleOp, SingleOpProgram, in_floats, program
+from npu_iree.conformance.judge import rounds_as_eager
 from npu_iree.targets import NPU_LOCAL
+from npu_iree.tolerances import tolerance
 
-RIGHT = "right"
+RIGHT, OTHER_NUMBERS = "right", "gives other numbers than eager"
 TARGET = CompileTarget(name="npu-local", flag_sets=NPU_LOCAL.compile.flag_sets[:1])
 
-# dtype -> (rtol, atol); all others must be equal.
-TOLERANCES = {
-    torch.float16: (1e-2, 1e-2),
-    torch.bfloat16: (3e-2, 3e-2),
-    torch.float32: (1e-4, 1e-5),
-    torch.float64: (1e-7, 1e-7),
-    torch.complex64: (1e-4, 1e-5),
-    torch.complex128: (1e-7, 1e-7),
-}
 # Their values are whatever was in memory: only dtype and shape can be compared.
 VALUELESS = re.compile(r"aten\.(new_)?empty")
 
@@ -80,7 +74,11 @@ def judge(single: SingleOp, progress: Callable[[str], None]) -> Verdict:
         return Verdict("writes into its inputs")
     if VALUELESS.match(single.op):
         return _compare([r.zero_() for r in results], [torch.zeros_like(e) for e in made.expected])
-    return _compare(_without_ties(made, results), _without_ties(made, made.expected))
+    ours, eagers = (_without_ties(made, r) for r in (results, made.expected))
+    found = _compare(ours, eagers)
+    if found.reason == OTHER_NUMBERS and not HALVES.isdisjoint(t.dtype for t in eagers):
+        return _compare_rounded(ours, eagers, _without_ties(made, in_floats(single)))
+    return found
 
 
 def _without_ties(made: SingleOpProgram, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -103,11 +101,22 @@ def _compare(results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) 
             return Verdict(f"gives {dtype_name(result.dtype)}, eager {dtype_name(right.dtype)}")
         if result.shape != right.shape:
             return Verdict("gives another shape than eager", f"{result.shape} {right.shape}")
-        rtol, atol = TOLERANCES.get(right.dtype, (0, 0))
+        rtol, atol = tolerance(right.dtype)
         try:
             torch.testing.assert_close(result, right, rtol=rtol, atol=atol, equal_nan=True)
         except AssertionError as error:
-            return Verdict("gives other numbers than eager", f"{error}\n{result}\n{right}"[:2000])
+            return Verdict(OTHER_NUMBERS, f"{error}\n{result}\n{right}"[:2000])
+    return Verdict(RIGHT)
+
+
+def _compare_rounded(
+    results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
+) -> Verdict:
+    """Compare halves by how far they, and eager's, are from what wider floats give."""
+    for result, right, truth in zip(results, expected, exact, strict=True):
+        found = _compare([result], [right])
+        if found.reason != RIGHT and not rounds_as_eager(result, right, truth):
+            return found
     return Verdict(RIGHT)
 
 

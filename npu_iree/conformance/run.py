@@ -59,7 +59,7 @@ def run_cases(
     for case, answer in run_all(function, todo, workers=jobs, limit_s=limit_s, make_ready=first):
         verdict = _died(case, answer) if isinstance(answer, Died) else answer
         if journal is not None:
-            _append(journal, asdict(verdict))
+            append_line(journal, asdict(verdict))
         yield verdict
 
 
@@ -67,7 +67,7 @@ def _begin(journal: Path, judged_as: Mapping[str, object]) -> None:
     """Write the journal's first line, or see that it is of a run like this one."""
     lines = _lines_of(journal)
     if not lines:
-        _append(journal, {_JUDGED_AS: dict(judged_as)})
+        append_line(journal, {_JUDGED_AS: dict(judged_as)})
         return
     try:
         before = dict(json.loads(lines[0])[_JUDGED_AS])
@@ -86,7 +86,7 @@ def _brief(value: object) -> str:
     return str(value)[:12] if len(str(value)) == 64 else str(value)
 
 
-def _append(journal: Path, line: Mapping[str, object]) -> None:
+def append_line(journal: Path, line: Mapping[str, object]) -> None:
     """Add a line; half a line before it, of a run that was killed, is ended first."""
     with journal.open("a+b") as lines:
         if lines.tell() and (lines.seek(-1, 2), lines.read(1))[1] != b"\n":
