@@ -10,7 +10,7 @@ from npu_iree.tolerances import tolerance
 
 
 def assert_same(actual: Any, expected: Any) -> None:
-    """Compare (trees of) results with eager's: values, dtypes, shapes and memory order."""
+    """Compare (trees of) results with eager's: values, dtypes and shapes; not orders in memory."""
     if isinstance(expected, torch.Tensor):
         rtol, atol = tolerance(expected.dtype)
         torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, equal_nan=True)
