@@ -187,19 +187,21 @@ def run_models(args: argparse.Namespace) -> None:
     if unknown := set(names) - set(able):
         raise SystemExit(f"no model {', '.join(sorted(unknown))}; there are: {', '.join(able)}")
     here = json.loads(json.dumps(asdict(plan)))  # as the file has it
-    _refuse_another_machine(run["machine"])
-    for batch in args.batch:
-        for name in names:
-            case = f"{name} x{batch}" + " training" * args.training + " dynamic" * args.dynamic
-            if case in run["cases"]:
-                _refuse_other_settings(case, run.get("settings", {}).get(case, here), here)
-            else:
-                run.setdefault("settings", {})[case] = here
-                run["cases"][case] = suite.as_json(suite.measure(name, batch, plan))
-                run.setdefault("load_average", {})[case] = os.getloadavg()
-                print(report.table({case: run["cases"][case]}), flush=True)
-            if args.json:
-                write_atomically(args.json, json.dumps(run, indent=1).encode())
+    how = " training" * args.training + " dynamic" * args.dynamic
+    asked = {f"{n} x{batch}{how}": (n, batch) for batch in args.batch for n in names}
+    if asked.keys() - run["cases"]:
+        _refuse_another_machine(run["machine"])
+        for case in asked.keys() & run.get("settings", {}).keys():
+            _refuse_other_settings(case, run["settings"][case], here)
+    for case, (name, batch) in asked.items():
+        if case in run["cases"]:
+            continue
+        figures = suite.as_json(suite.measure(name, batch, plan))
+        run.setdefault("settings", {})[case], run["cases"][case] = here, figures
+        run.setdefault("load_average", {})[case] = os.getloadavg()
+        print(report.table({case: figures}), flush=True)
+        if args.json:
+            write_atomically(args.json, json.dumps(run, indent=1).encode())
     print(report.summary(run["cases"]))
     if args.plot:
         report.plot(run["cases"], args.plot)

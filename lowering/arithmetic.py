@@ -90,10 +90,12 @@ def can_evaluate(expression: str, names: Container[str]) -> bool:
 
 @lru_cache(maxsize=1024)
 def is_polynomial(expression: str) -> bool:
-    """Say whether an expression is made of sums and products alone."""
+    """Say whether an expression is made of sums and products of whole numbers alone."""
     kinds = (ast.Constant, ast.Name, ast.BinOp, ast.UnaryOp, ast.Load)
     signs = (ast.Add, ast.Sub, ast.Mult, ast.USub)
-    return all(isinstance(node, (*kinds, *signs)) for node in ast.walk(_parsed(expression)))
+    nodes = [*ast.walk(_parsed(expression))]
+    whole = all(isinstance(n.value, int) for n in nodes if isinstance(n, ast.Constant))
+    return whole and all(isinstance(node, (*kinds, *signs)) for node in nodes)
 
 
 @lru_cache(maxsize=1024)

@@ -281,6 +281,11 @@ def _decompressed(data: bytes) -> bytes:
     return text
 
 
+def is_written_through(path: Path) -> bool:
+    """Say whether something is there that no other file may take the place of: a pipe, a link."""
+    return path.exists() and (path.is_symlink() or not path.is_file())
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file so that a reader sees all of it or nothing, and a failure leaves nothing.
 
@@ -296,9 +301,15 @@ def write_atomically(path: Path, data: bytes) -> None:
 def opened_atomically(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing that is there, as a whole, when the block has ended without error.
 
+    What is a pipe, or behind a link, is written as it is.
+
     Raises:
         OSError: it cannot be written.
     """
+    if is_written_through(path):
+        with path.open("wb") as file:
+            yield file
+        return
     name = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}"
     handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask
     try:

@@ -33,6 +33,7 @@ INLINE_CONSTANT_ELEMENTS = 16
 _CANONICAL = {aten.true_divide.Tensor: aten.div.Tensor}
 # op -> the place of the argument that it gives if it slices all there is.
 _OF_SLICES = {aten.slice.Tensor: 0, aten.slice_scatter.default: 1}
+_OF_FRESH_MEMORY = frozenset({aten.slice_scatter.default})
 _LIMITS_OF_ALL = ((0, None), (sys.maxsize, None), (1,))  # start, end, step
 # torch-mlir crashes on these where the dimension is counted from the end.
 _FROM_THE_END = frozenset(
@@ -171,21 +172,24 @@ def _view_results_apart(
     output = graph.output_node()
     roots = {result: view_root(result) for result in output.all_input_nodes}
     shared = Counter(roots.values())
+    again: dict[fx.Node, fx.Node] = {}
     for result, root in roots.items():
         is_shared = root.op == "placeholder" or (is_inference and shared[root] > 1)
         if root is not result and is_shared and root not in written:
             with graph.inserting_before(output):
-                output.replace_input_with(result, _view_again(graph, result, root))
+                output.replace_input_with(result, _view_again(result, root, again))
 
 
-def _view_again(graph: fx.Graph, node: fx.Node, root: fx.Node) -> fx.Node:
-    """Copy the views that lead from a node to a view of it."""
+def _view_again(node: fx.Node, root: fx.Node, again: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Copy the views that lead from a node to a view of it, those that are not in `again` yet."""
     if node is root:
         return root
-    base = node.args[0]
-    assert isinstance(base, fx.Node)
-    again = _view_again(graph, base, root)
-    return graph.node_copy(node, lambda n: again if n is base else n)
+    if node not in again:
+        base = node.args[0]
+        assert isinstance(base, fx.Node)
+        copied = _view_again(base, root, again)
+        again[node] = node.graph.node_copy(node, lambda n: copied if n is base else n)
+    return again[node]
 
 
 def normalize(graph_module: fx.GraphModule) -> dict[fx.Node, torch.Tensor]:
@@ -286,7 +290,12 @@ def _drop_whole_slices(graph: fx.Graph) -> None:
         if place is None or not _is_whole(node, place):
             continue
         value: Any = node.args[place]
-        node.replace_all_uses_with(value, lambda user: not _leads_to_result(user))
+        keeps = _leads_to_result if node.target in _OF_FRESH_MEMORY else _is_output
+        node.replace_all_uses_with(value, lambda user, keeps=keeps: not keeps(user))
+
+
+def _is_output(node: fx.Node) -> bool:
+    return node.op == "output"
 
 
 def _leads_to_result(node: fx.Node) -> bool:
@@ -343,7 +352,7 @@ def _view_what_replaces_all(graph: fx.Graph) -> None:
             with graph.inserting_before(node):
                 sizes = list(value.meta["val"].shape)
                 if any(map(_leads_to_result, node.users)):
-                    meta = source.meta
+                    meta = dict(source.meta)
                     source = graph.call_function(aten.clone.default, (source,))
                     source.meta = meta
                 view = graph.call_function(aten.view.default, (source, sizes))

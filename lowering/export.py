@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from lowering.arithmetic import can_evaluate
 from lowering.capture import CapturedGraph, normalize
 from lowering.decompositions import DecompositionTable
+from lowering.digest import is_same_memory
 from lowering.dtypes import DTYPE_NAMES
 from lowering.errors import ExportError
 from lowering.manifest import Argument, Call, Constant, Source
@@ -260,8 +261,13 @@ class _Inputs:
         """Store a tensor, or give one that is stored already another name."""
         if value.dtype not in DTYPE_NAMES:
             raise ExportError(f"{self._entry}: {name} is {value.dtype}, which no artifact holds")
-        stored = self._names.name_of(name, value)
-        self.stored[name], self.tensors[name], self.tensors[stored] = stored, value, value
+        stored = self.stored[name] = self._names.name_of(name, value)
+        for called in (name, stored):
+            if not is_same_memory(self.tensors.setdefault(called, value), value):
+                raise ExportError(
+                    f"{self._entry}: {name} is what another entry point calls {stored}, and "
+                    f"{called} is another tensor here; entry points share their parameters by name"
+                )
         first = self._nodes.setdefault(stored, node)
         if first is not node:
             node.replace_all_uses_with(first)
@@ -374,7 +380,7 @@ def _tree_text(spec: pytree.TreeSpec | None, what: str) -> str:
 
 
 def _check_keys(spec: pytree.TreeSpec, what: str) -> None:
-    keys = {dict: spec.context, OrderedDict: spec.context}.get(spec.type, ())
+    keys = spec.context if spec.type in (dict, OrderedDict) else ()
     keys = spec.context[1] if spec.type is defaultdict else keys
     for key in keys:
         if not isinstance(key, (str, int)):

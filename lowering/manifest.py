@@ -329,7 +329,7 @@ def _parameter(row: _Row) -> Parameter:
         shape=row.items("shape", int),
         sha256=row.take("sha256", str),
         aliases=row.items("aliases", str),
-        is_saved=row.values.get("is_saved") is not False,
+        is_saved=row.take("is_saved", bool) if "is_saved" in row.values else True,
     )
 
 

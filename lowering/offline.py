@@ -169,8 +169,9 @@ def stored_tensors(exports: Sequence[Export]) -> dict[str, torch.Tensor]:
                     f"parameter {name} is another tensor in entry point {export.name!r} than in "
                     "the ones before it; entry points of one artifact share their parameters"
                 )
-    stored = {name for export in exports for name in export.stored.values()}
-    return {name: tensor for name, tensor in known.items() if name in stored}
+    # Not a tensor of that name in an entry point where it is stored under another one.
+    stored = [(n, e.tensors[n]) for e in exports for n, first in e.stored.items() if n == first]
+    return {**{n: known[n] for e in exports for n in e.stored.values()}, **dict(reversed(stored))}
 
 
 def _parameters(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 
 import torch
+from torch._C._dynamo.guards import compute_overlapping_tensors
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
@@ -61,11 +62,21 @@ def check_apart(tensors: Mapping[str, torch.Tensor], written: Set[str]) -> None:
     for name in written & extents.keys():
         begin, end = extents[name]
         for other, (other_begin, other_end) in extents.items():
-            if other != name and begin < other_end and other_begin < end:
+            is_near = other != name and begin < other_end and other_begin < end
+            if is_near and _overlap(tensors[name], tensors[other]):
                 raise ExportError(
                     f"a call writes to buffer {name}, which shares memory with {other}: no "
                     "artifact holds views of one tensor; let the model take them in forward"
                 )
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    is_alike = one.dtype == other.dtype and _storage(one) == _storage(other)
+    return not is_alike or bool(compute_overlapping_tensors([one, other], symbolic=False))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -107,6 +107,18 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
                 return True
             reach += stride * (size - 1)
     return False
+
+
+def near_each_other(tensors: Mapping[int, torch.Tensor]) -> set[int]:
+    """Return those of some CPU tensors that may overlap another: each ends where another begins."""
+    found: set[int] = set()
+    last, reach = -1, 0  # which of those before reaches farthest, and where to
+    for (begin, end), i in sorted((_extent(t), i) for i, t in tensors.items() if t.numel()):
+        if begin < reach:
+            found |= {last, i}
+        if end > reach:
+            last, reach = i, end
+    return found
 
 
 def may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -142,7 +142,8 @@ class Device:
             mode = self.crossing_mode
             record(Transfer("wait", "wait", 0, f"{len(arrays)} handles", "to_host"))
             for array in arrays:
-                record(Transfer("d2h", mode, array.nbytes, repr(array), "to_host"))
+                how = "staged" if isinstance(array, KeptArray) else mode
+                record(Transfer("d2h", how, array.nbytes, repr(array), "to_host"))
         tensors = self.fetch(arrays, timeout_s)
         is_unified = self.target.memory == "unified"
         is_kept = [is_unified and isinstance(array, KeptArray) for array in arrays]

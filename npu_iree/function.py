@@ -126,6 +126,7 @@ class Function:
             ready = Timepoint(signal, self.work, ahead, self._finding(results))
             if arena is not None:
                 arena.end_with(ready)
+                arena = None
             if lane is executable._inline:
                 ready.look()
             views = [results.get_as_object(i, _View) for i in range(len(self._outputs))]

@@ -55,7 +55,7 @@ class Row:
         warm_s: the first call of another process, all caches full.
         cold_peak_mb: resident memory in the process that compiled, at most.
         peak_mb: the same in the one that did not.
-        difference: from eager's numbers, relative to the largest.
+        difference: from eager's numbers, relative to the largest of a tensor.
         rounds_ms: a call, in each round.
         ms: their median.
         spread_ms: between their quartiles.

@@ -186,9 +186,11 @@ def _watched(what: str, total: int, verdicts: Iterable[Verdict]) -> list[Verdict
 
 
 def _conclude(verdicts: Sequence[Verdict], what: str, target: str, files: Files) -> None:
-    """Print and write what was found; exit code 1 if anything went wrong, or nothing was tried."""
-    _print(verdicts)
-    files.write(verdicts, what, target)
+    """Write and print what was found; exit code 1 if anything went wrong, or nothing was tried."""
+    try:
+        files.write(verdicts, what, target)
+    finally:
+        _print(verdicts)
     if all(v.outcome == "skipped" for v in verdicts):
         console.print("nothing was tried: all cases are skipped")
         raise SystemExit(1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from lowering.cache import write_atomically
-from npu_iree.errors import OptionError
+from lowering.cache import is_written_through, write_atomically
+from npu_iree.errors import NpuIreeError, OptionError
 
 
 def refuse_unwritable(*paths: Path | None) -> None:
@@ -17,13 +17,18 @@ def refuse_unwritable(*paths: Path | None) -> None:
     """
     for path in filter(None, paths):
         folder = next(p for p in path.absolute().parents if p.exists())
-        if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        asked = path if is_written_through(path) else folder
+        if path.is_dir() or not (asked is path or folder.is_dir()) or not os.access(asked, os.W_OK):
             raise OptionError(f"{path} cannot be written: it is no file in a folder of yours")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file as a whole, and the folders above it; what is no file, as a pipe, as it is."""
-    if path.exists() and not path.is_file():
-        path.write_text(text)
-    else:
+    """Write a file as a whole, and the folders above it.
+
+    Raises:
+        NpuIreeError: it cannot be written.
+    """
+    try:
         write_atomically(path, text.encode())
+    except OSError as error:
+        raise NpuIreeError(f"cannot write {path}: {error}") from error

@@ -28,12 +28,12 @@ from npu_iree.cli.inputs import (
     entry_of,
     make_arguments,
 )
-from npu_iree.cli.outputs import refuse_unwritable
+from npu_iree.cli.outputs import refuse_unwritable, write_text
 from npu_iree.cli.progress import stage_progress
 from npu_iree.offline.load import load
 from npu_iree.profiling.measure import Measured, measure
 from npu_iree.profiling.profile import Profile, Row
-from npu_iree.profiling.trace import write_trace
+from npu_iree.profiling.trace import trace_text
 
 console = Console()
 
@@ -80,7 +80,7 @@ def profile_command(
         leaves = make_arguments(function, inputs, sizes, drawn=True)
         measured = measure(program, function, leaves, calls=calls, params=params, tell=tell)
         if trace is not None:
-            write_trace(trace, measured)
+            write_text(trace, trace_text(measured))
     if as_json_:
         console.print_json(json.dumps(measured.profile.to_json()))
         return

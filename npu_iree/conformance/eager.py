@@ -32,13 +32,15 @@ def judge_eager(case: Case, target: str, progress: Progress) -> Verdict:
     info = database()[case.position]
     variants = {"": info.op, "in place": info.inplace_variant}
     samples, left_out = take_samples(case)
-    worst, details = -1, list[str]()
+    worst, details, computes = -1, list[str](), False
     for i, sample in enumerate(samples):
         for name, function in variants.items():
             if function is None:
                 continue
             progress(f"sample {i} {name}")
-            outcome, detail = _try(case, function, sample, case.backward and not name)
+            backward = case.backward and not name
+            outcome, detail = _try(case, function, sample, backward, computes=computes)
+            computes = computes or outcome == "device"
             if name and outcome == "skipped":  # eager cannot either: another dtype, a broadcast
                 continue
             rank = OUTCOMES.index(outcome)
@@ -50,7 +52,9 @@ def judge_eager(case: Case, target: str, progress: Progress) -> Verdict:
     return Verdict(case.key, outcome, "\n".join(filter(None, [*details, left_out]))[:2000])
 
 
-def _try(case: Case, function: Function, sample: Any, backward: bool) -> tuple[str, str]:
+def _try(
+    case: Case, function: Function, sample: Any, backward: bool, *, computes: bool
+) -> tuple[str, str]:
     call = functools.partial(observed, case, over(function), [sample], backward=backward)
     try:
         expected = call()
@@ -63,20 +67,22 @@ def _try(case: Case, function: Function, sample: Any, backward: bool) -> tuple[s
         return "error", error_line(error)
     for problem in differences(actual, expected, LOOSER.get(case.name, 1)).values():
         return "wrong", problem
-    ran = where_kernels_ran(functools.partial(call, device="npu"))
+    ran = where_kernels_ran(None if computes else functools.partial(call, device="npu"))
     return ran.outcome, ", ".join(ran.details)
 
 
-def where_kernels_ran(again: Callable[[], object]) -> Attempt:
+def where_kernels_ran(again: Callable[[], object] | None) -> Attempt:
     """Say whether all kernels since the counters were cleared ran on the device, if any did.
 
     Args:
         again: makes the same calls: to see whether the device has any work of them, in calls that
-            are not judged, since calls that are watched take another way.
+            are not judged, since calls that are watched take another way. None: it has.
     """
     on_host = [name.removeprefix("host ") for name in counters["npu_iree"] if "host " in name]
     if on_host:
         return Attempt("host", on_host)
+    if again is None:
+        return Attempt("device")
     seen: list[Timepoint] = []
     with timeline.observed(seen.append):
         again()

@@ -117,14 +117,16 @@ def run_all(
         limit_s: seconds that one task may take, from when a worker has it, before that is killed.
         make_ready: a module-level function that a worker calls first: no task's time.
     """
-    queue = iter(tasks)
-    pool = [_Worker(function, make_ready) for _ in range(workers)]
+    queue, pool = iter(tasks), list[_Worker[_Task, _Result]]()
     try:
         while True:
-            for worker in pool:
-                if worker.task is None and (task := next(queue, None)) is not None:
-                    worker.give(task, limit_s)
             busy = [w for w in pool if w.task is not None]
+            while len(busy) < workers and (task := next(queue, None)) is not None:
+                if not (idle := [w for w in pool if w.task is None]):
+                    pool.append(_Worker(function, make_ready))
+                worker = (idle or pool)[-1]
+                worker.give(task, limit_s)
+                busy.append(worker)
             if not busy:
                 return
             wait([w.pipe for w in busy], timeout=0.5)
@@ -135,7 +137,7 @@ def run_all(
                 worker.task = None
                 if isinstance(answer, Died) or worker.given == TASKS_A_WORKER:
                     worker.stop()
-                    pool[pool.index(worker)] = _Worker(function, make_ready)
+                    pool.remove(worker)
     finally:
         for worker in pool:
             worker.stop()
@@ -170,8 +172,8 @@ def _end_with_the_run() -> None:
     A worker's parent is the fork server, which goes on while anybody holds its pipe: the workers
     would.
     """
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     die_with_parent()
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
 
 
 def _exit_name(code: int | None) -> str:

@@ -10,7 +10,7 @@ import torch
 from lowering.dtypes import DTYPES, dtype_name
 from lowering.manifest import Argument
 from lowering.signature import NUMBERS, ScalarSpec, TensorSpec, inverse
-from npu_iree.aliasing import may_overlap, overlaps_itself
+from npu_iree.aliasing import may_overlap, near_each_other, overlaps_itself
 from npu_iree.array import DeviceArray
 from npu_iree.errors import ArgumentError
 from npu_iree.offline.sizes import Size, match_shape, match_size
@@ -86,6 +86,8 @@ def check_written(
     Raises:
         ValueError: it cannot.
     """
+    tensors = {i: v for i, v in enumerate(values) if isinstance(v, torch.Tensor)}
+    near = near_each_other(tensors) if written else set()
     for i in written:
         name, value = arguments[i].name, values[i]
         if isinstance(value, DeviceArray):
@@ -99,8 +101,8 @@ def check_written(
             raise ValueError(
                 f"{name} has several elements in one place, and the call writes to it; clone it"
             )
-        for j, other in enumerate(values):
-            if j != i and isinstance(other, torch.Tensor) and may_overlap(value, other):
+        for j in near - {i} if i in near else ():
+            if may_overlap(value, tensors[j]):
                 raise ValueError(
                     f"{name} shares memory with {arguments[j].name}, and the call writes to it; "
                     "clone one of them"

@@ -114,7 +114,10 @@ def _check_order(name: str, call: Call) -> None:
     writes = ((target, call.function.outputs[source.index]) for target, source in call.writes)
     for source, spec in (*takes, *writes):
         if source.kind == "state" and isinstance(spec, TensorSpec) and not spec.is_contiguous:
-            raise ValueError(f"{name}: {source.name[:80]} is not in the order of its dimensions")
+            raise ValueError(
+                f"{name}: {source.name[:80]} is not in the order of its dimensions; an artifact of "
+                "an earlier version is to be compiled again"
+            )
 
 
 def _is_number(spec: TensorSpec | ScalarSpec) -> bool:

@@ -58,6 +58,8 @@ class LoadedEntry:
             {a.name: a.spec.shape for a in call.arguments if isinstance(a.spec, TensorSpec)}
         ) | {a.symbol: a.name for a in call.arguments if a.symbol}
         self._written = {t.name: s.index for t, s in call.writes if t.kind == "state"}
+        taken = {s.name for s in call.takes if s.kind == "state"}
+        self._only_read = sorted(taken - self._written.keys())
         used = [*call.takes, *call.outputs]
         self._is_stateful = bool(self._written) or any(s.kind == "state" for s in used)
         self._check()
@@ -191,9 +193,9 @@ class LoadedEntry:
 
     def _read_states(self) -> list[DeviceArray]:
         """Return the states that a call reads and leaves as they are."""
-        names = {s.name for s in self.call.takes if s.kind == "state"} - self._written.keys()
-        states = self._states.current() if names else {}
-        return [v for n, v in states.items() if n in names and isinstance(v, DeviceArray)]
+        states = self._states.current() if self._only_read else {}
+        read = [states[name] for name in self._only_read]
+        return [value for value in read if isinstance(value, DeviceArray)]
 
     def _handle(self, state: State) -> DeviceArray:
         """Return the value of a state for a caller who does not wait."""

@@ -65,7 +65,10 @@ def settle(later: Sequence[Size], sizes: dict[str, int]) -> None:
             continue
         for symbol in unknown:
             sizes |= _solved(place, symbol, sizes)
-        _check(place, sizes)
+        if names_in(place[3]) <= sizes.keys():
+            _check(place, sizes)
+        else:
+            left.append(place)
     if left and len(left) < len(later):
         settle(left, sizes)
 

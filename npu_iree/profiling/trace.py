@@ -10,11 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from lowering.cache import write_atomically
-from npu_iree.errors import NpuIreeError
 from npu_iree.profiling.measure import HostCalls, Measured
 from npu_iree.profiling.profile import Row
 from npu_iree.profiling.recorded import DISPATCH, Recorded
@@ -34,17 +31,9 @@ class _Slice:
     args: Mapping[str, Any] = field(default_factory=dict)
 
 
-def write_trace(path: Path, measured: Measured) -> None:
-    """Write a trace.
-
-    Raises:
-        NpuIreeError: it cannot be written.
-    """
-    text = json.dumps({"traceEvents": trace_events(measured), "displayTimeUnit": "ms"})
-    try:
-        write_atomically(path, text.encode())
-    except OSError as error:
-        raise NpuIreeError(f"cannot write the trace to {path}: {error}") from error
+def trace_text(measured: Measured) -> str:
+    """Return a trace as the viewers read it."""
+    return json.dumps({"traceEvents": trace_events(measured), "displayTimeUnit": "ms"})
 
 
 def trace_events(measured: Measured) -> list[Event]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -17,6 +18,7 @@ def cut(graph_module: torch.fx.GraphModule) -> Partition:
     return partition(capture_aot(graph_module), load_capabilities("npu-local.toml"))
 
 
+@pytest.mark.timeout(60)  # a walk of each way to it would never end
 def test_a_size_that_many_sizes_are_computed_of_is_looked_at_once() -> None:
     def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         n, m = x.shape[0], y.shape[0]
