@@ -271,7 +271,7 @@ def test_tuning_is_measured_kept_and_shown(
     source = (f"{folder}/mine.py:model", "-o", tmp_path / "tuned.vmfb", "--tune", "quick")
     made = command("compile", *source, "--dynamic", "x:0=1..9", "--verify", "--json")
     assert made.code == 0, made.err
-    entries = ArtifactCache(tmp_path / "cache").entries()
+    entries = list(ArtifactCache(tmp_path / "cache").entries())
     ((path, record),) = [
         (path, TuningRecord.from_json(entry.tuning)) for path, entry in entries if entry.tuning
     ]
