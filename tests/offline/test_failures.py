@@ -595,3 +595,21 @@ def test_entry_points_with_other_weights_of_one_name_are_refused(tmp_path: Path)
     with pytest.raises(ExportError, match="parameter scale is another tensor in entry point 'b'"):
         write_artifact(programs, tmp_path / "x.vmfb", BuildOptions())
     assert json.dumps([p.name for p in tmp_path.iterdir()]) == "[]"
+
+
+class Around(torch.nn.Module):
+    def __init__(self, *layers: torch.nn.Module) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(3))
+        self.layers = torch.nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x) * self.scale
+
+
+def test_a_name_is_one_tensor_in_all_entry_points(tmp_path: Path) -> None:
+    """Where one calls `layers.0.scale` what the other calls `scale`, and has a `scale` itself."""
+    inner, args = Net(), (torch.ones(2, 4),)
+    models = {"a": SmallModel(inner, args), "b": SmallModel(Around(inner), args)}
+    with pytest.raises(ExportError, match="scale is another tensor here"):
+        compiled(models, tmp_path / "x.vmfb")
