@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -332,7 +333,7 @@ def open_device(target: Target | str = "npu-local") -> Device:
 
     Raises:
         TargetError: there is no such target, its driver finds no device here, or the device of
-            another target with this name is open.
+            another target with this name is open, one that is not only compiled for otherwise.
     """
     target = find_target(target) if isinstance(target, str) else target
     with _OPENING:
@@ -341,7 +342,7 @@ def open_device(target: Target | str = "npu-local") -> Device:
             _keep_for_ever(device.hal)
             _keep_for_ever(device.inline)
         device = _DEVICES[target.name]
-    if device.target != target:
+    if device.target != replace(target, compile=device.target.compile):
         raise TargetError(f"a device of another target that is named {target.name!r} is open")
     return device
 
