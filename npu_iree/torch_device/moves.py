@@ -6,6 +6,7 @@ index of each geometry is made once; one kernel of each element size serves all 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -30,7 +31,6 @@ from npu_iree.torch_device.storage import (
 aten = torch.ops.aten
 _INDEX_BYTES = 64 << 20  # what the indices that are kept may take
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_WIDEST = 16
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 _INDICES: OrderedDict[_Geometry, DeviceArray] = OrderedDict()
 _INDICES_LOCK = threading.Lock()
@@ -136,12 +136,8 @@ def _bits_and_place(tensor: torch.Tensor) -> tuple[DeviceArray, Argument]:
 
     That is told by the sizes of an argument without elements: the kernel takes them as numbers.
     """
-    nbytes = tensor.element_size()
-    start, length = int(tensor.storage_offset()), tensor.numel()
-    if nbytes == _WIDEST:
-        start, length, nbytes = 2 * start, 2 * length, nbytes // 2
-    flat = _whole_storage(tensor, nbytes)
-    shape = (start, length, 0)
+    flat, pieces = _bits(tensor)
+    shape = (pieces * int(tensor.storage_offset()), pieces * tensor.numel(), 0)
     return flat, Argument(torch.uint8, shape, contiguous_strides(shape))
 
 
@@ -172,17 +168,20 @@ def _scatter(tensor: torch.Tensor, array: DeviceArray) -> None:
 def _bits_and_index(tensor: torch.Tensor) -> tuple[DeviceArray, DeviceArray]:
     """Return a tensor's whole storage as integers, and the places of its elements in there."""
     shape, strides, offset = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-    nbytes = tensor.element_size()
-    if nbytes == _WIDEST:  # as two of 8 bytes each
-        shape, strides, offset = (*shape, 2), (*(2 * s for s in strides), 1), 2 * offset
-        nbytes //= 2
-    return _whole_storage(tensor, nbytes), _index(shape, strides, offset)
+    flat, pieces = _bits(tensor)
+    if pieces > 1:
+        shape, strides = (*shape, pieces), (*(pieces * s for s in strides), 1)
+    return flat, _index(shape, strides, pieces * offset)
 
 
-def _whole_storage(tensor: torch.Tensor, nbytes: int) -> DeviceArray:
-    """Return a storage as integers of so many bytes; what is over at its end is nobody's."""
-    count = tensor.untyped_storage().nbytes() // nbytes
-    return shaped(handle_of(tensor), (count,), _BITS[nbytes])
+def _bits(tensor: torch.Tensor) -> tuple[DeviceArray, int]:
+    """Return a tensor's whole storage as integers, and how many of them are one element.
+
+    They are narrower than an element where these do not fill the storage: its end is kept, too.
+    """
+    held, size = tensor.untyped_storage().nbytes(), tensor.element_size()
+    nbytes = math.gcd(held, size, max(_BITS))
+    return shaped(handle_of(tensor), (held // nbytes,), _BITS[nbytes]), size // nbytes
 
 
 def _index(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> DeviceArray:

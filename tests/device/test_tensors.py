@@ -82,6 +82,17 @@ def test_writing_to_a_view_is_seen_by_all_that_share_its_memory(dtype: torch.dty
     assert torch.equal(a.cpu(), x)
 
 
+def test_writing_through_wider_numbers_keeps_the_end_of_a_storage_that_they_do_not_fill() -> None:
+    written = []
+    for device in ("cpu", NPU):
+        x = torch.arange(7.0, device=device)
+        x[:2].view(torch.float64).fill_(1)
+        x[:6].view(torch.float64)[::2].copy_(torch.tensor([2.0, 3.0], device=device))
+        torch.view_as_complex(x[2:6].view(2, 2)).mul_(2)
+        written.append(x.tolist())
+    assert written[1] == written[0]
+
+
 def test_in_place_ops_keep_the_storage_and_reach_every_view() -> None:
     a = torch.ones(3, 4, device=NPU)
     row, flat, storage = a[1], a.view(-1), a.untyped_storage()
