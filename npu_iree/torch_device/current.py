@@ -56,6 +56,16 @@ def different_devices(devices: Sequence[torch.device], op: object) -> RuntimeErr
     )
 
 
+def check_place(place: torch.device | None) -> None:
+    """Check that there is such a device.
+
+    Raises:
+        RuntimeError: it is "npu:1", say.
+    """
+    if place is not None and place.type == NAME and place.index:
+        raise RuntimeError(f"there is one device, npu:0; {place} is no such device")
+
+
 def device() -> Device:
     """Return the device behind "npu".
 

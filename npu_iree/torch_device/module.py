@@ -11,7 +11,7 @@ import torch
 
 from npu_iree.errors import OptionError
 from npu_iree.torch_device import account
-from npu_iree.torch_device.current import CURRENT, NAME, Fallback
+from npu_iree.torch_device.current import CURRENT, NAME, Fallback, check_place
 from npu_iree.torch_device.current import device as _device
 from npu_iree.torch_device.streams import (
     Event,
@@ -222,8 +222,9 @@ def _index(device: Which) -> int:
     if device is None or device == 0:
         return 0
     found = torch.device(NAME, device) if isinstance(device, int) else torch.device(device)
-    if found.type != NAME or (found.index or 0) != 0:
-        raise RuntimeError(f"there is one device, npu:0; {device} is no such device")
+    check_place(found)
+    if found.type != NAME:
+        raise RuntimeError(f"{found} is no device of torch.npu")
     return 0
 
 

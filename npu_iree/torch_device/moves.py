@@ -48,19 +48,29 @@ def read(tensor: torch.Tensor, order: tuple[int, ...] | None = None) -> DeviceAr
     return dense_bytes(tensor, order) if order is not None else _gathered(tensor)
 
 
-def read_in_order(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray:
-    """Return the bytes of a tensor in a memory order of the caller's."""
+def read_in_order(
+    tensor: torch.Tensor, order: tuple[int, ...], *, is_kept: bool = False
+) -> DeviceArray:
+    """Return the bytes of a tensor in a memory order of the caller's.
+
+    Args:
+        tensor: on "npu".
+        order: the memory order.
+        is_kept: a storage will hold them: they are not to hold the rest of the tensor's.
+    """
     shape = tuple(tensor.shape)
     if dense_order(shape, tensor.stride()) == order:
-        return dense_bytes(tensor, order)
+        return dense_bytes(tensor, order, is_kept=is_kept)
     array = _gathered(tensor.permute(order))
     return shaped(array, tuple(shape[d] for d in order), tensor.dtype)
 
 
-def dense_bytes(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray:
+def dense_bytes(
+    tensor: torch.Tensor, order: tuple[int, ...], *, is_kept: bool = False
+) -> DeviceArray:
     """Return the bytes of a dense tensor, in its memory order."""
     array = handle_of(tensor)
-    if tensor.storage_offset():
+    if tensor.storage_offset() or (is_kept and not whole(tensor)):
         array = _range(tensor)
     shape = tuple(tensor.shape)
     return shaped(array, tuple(shape[d] for d in order), tensor.dtype)
@@ -93,11 +103,13 @@ def order_for_writing(tensor: torch.Tensor) -> tuple[int, ...]:
     return dense_order(shape, tensor.stride()) or tuple(range(len(shape)))
 
 
-def convert(tensor: torch.Tensor, dtype: torch.dtype, order: tuple[int, ...]) -> DeviceArray:
-    """Return a tensor's values in another dtype, in a memory order."""
-    array = read_in_order(tensor, order)
+def convert(
+    tensor: torch.Tensor, dtype: torch.dtype, order: tuple[int, ...], *, is_kept: bool
+) -> DeviceArray:
+    """Return a tensor's values in another dtype, in a memory order; see `read_in_order`."""
     if tensor.dtype == dtype:
-        return array
+        return read_in_order(tensor, order, is_kept=is_kept)
+    array = read_in_order(tensor, order)
     flat = shaped(array, (tensor.numel(),), tensor.dtype)
     key = ("convert", tensor.dtype, dtype)
     (result,) = run_ours(key, lambda tensors: [tensors[0].to(dtype)], [flat], is_ours=False)

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from npu_iree.torch_device.current import different_devices, is_on_npu
+from npu_iree.torch_device.current import check_place, different_devices, is_on_npu
 from npu_iree.torch_device.fetch import on_host
 from npu_iree.torch_device.host import tell
 from npu_iree.torch_device.kernels import NoKernelError
 from npu_iree.torch_device.moves import convert, order_for_writing, write
+from npu_iree.torch_device.overlaps import check_overlap, check_places
 from npu_iree.torch_device.put import put_dense
 from npu_iree.torch_device.ranges import arange_out
 from npu_iree.torch_device.storage import (
@@ -22,6 +23,7 @@ from npu_iree.torch_device.storage import (
     is_lazy,
     new_tensor,
     resize,
+    whole,
 )
 
 aten = torch.ops.aten
@@ -44,7 +46,7 @@ def _empty(
         strides = contiguous_strides(shape)
     else:
         strides = torch.empty(shape, memory_format=memory_format, device="meta").stride()
-    return _unset(shape, strides, dtype)
+    return _unset(shape, strides, dtype, device)
 
 
 def _empty_strided(
@@ -56,14 +58,20 @@ def _empty_strided(
     device: torch.device | None = None,
     pin_memory: bool | None = None,
 ) -> Tensor:
-    return _unset(tuple(size), tuple(stride), dtype)
+    return _unset(tuple(size), tuple(stride), dtype, device)
 
 
-def _unset(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+def _unset(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: torch.dtype | None,
+    device: torch.device | None,
+) -> Tensor:
     """Return memory with anything in it; in deterministic mode, with what shows that it was read.
 
     Source: `torch.utils.deterministic.fill_uninitialized_memory`, and the values that it names.
     """
+    check_place(device)
     made = new_tensor(shape, strides, dtype or torch.get_default_dtype())
     if (
         torch.are_deterministic_algorithms_enabled()
@@ -78,12 +86,14 @@ def _unset(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     """Copy between devices, dtypes and layouts; only a copy to the CPU waits."""
-    if not is_on_npu(source):
-        _put_into(source, target)
-    elif not is_on_npu(target):
-        target.copy_(_host_value(source))
-    else:
+    if not is_on_npu(target):
+        return target.copy_(_host_value(source))
+    if dense_order(tuple(target.shape), target.stride()) is None:
+        check_places(target)
+    if is_on_npu(source):
         _copy_within(source, target)
+    else:
+        _put_into(source, target)
     return target
 
 
@@ -106,16 +116,22 @@ def _put_into(source: Tensor, target: Tensor) -> None:
 
 
 def _copy_within(source: Tensor, target: Tensor) -> None:
+    check_overlap(target, source)
     if is_lazy(source) or is_lazy(target):
-        _put_into(_host_value(source), target)
+        _copy_on_host(source, target, "it is lazily conjugated or negative")
         return
     order = order_for_writing(target)
     try:
-        array = convert(source.expand(target.shape), target.dtype, order)
-    except NoKernelError:
-        _put_into(_host_value(source), target)
+        array = convert(source.expand(target.shape), target.dtype, order, is_kept=whole(target))
+    except NoKernelError as error:
+        _copy_on_host(source, target, str(error))
         return
     write(target, array, order)
+
+
+def _copy_on_host(source: Tensor, target: Tensor, reason: str) -> None:
+    tell(aten.copy_.default, reason)
+    _put_into(_host_value(source), target)
 
 
 def _to_copy(
@@ -234,7 +250,7 @@ def _native_batch_norm_legit(
 
 def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     """Drop elements; which, PyTorch's generator says, which is on the host."""
-    if train is False or p == 0:
+    if train is False:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
     kept = 1 - p
     mask = torch.empty_like(x, dtype=torch.bool, device="cpu").bernoulli_(kept).to(x.device)

@@ -189,9 +189,13 @@ def test_host_ops_write_to_what_they_are_given() -> None:
 
 
 def test_host_ops_may_write_to_what_they_read() -> None:
+    z = torch.ones(4, dtype=torch.complex64).to(NPU)
     x = torch.rand(4) + 1
     a = x.to(NPU)
     assert_same(a.lgamma_().cpu(), x.lgamma())
+        for copy in (lambda: a.to(torch.float8_e4m3fn), lambda: z.conj().resolve_conj()):
+            with pytest.raises(npu_iree.UnsupportedOpError, match=r"aten\.copy_"):
+                copy()
     row = a.view(2, 2)[1]
     torch.digamma(row, out=row)
     y = x.lgamma()

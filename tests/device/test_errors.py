@@ -182,6 +182,17 @@ def test_a_module_whose_weights_are_in_use_moves_as_a_whole_or_not_at_all() -> N
         model.to(other)
         assert {t.device.type for p in model.parameters() for t in (p, p.grad)} == {other}
         optimizer.step()
+def test_a_clone_of_a_part_does_not_hold_the_rest() -> None:
+    whole = torch.ones(1 << 16, device=NPU) * 2
+    part = whole[:4].clone()
+    gc.collect()
+    torch.npu.synchronize()
+    before = torch.npu.memory_allocated()
+    del whole
+    assert before - torch.npu.memory_allocated() == 4 << 16
+    assert part.tolist() == [2] * 4
+
+
     assert model[0].weight is first
 
 

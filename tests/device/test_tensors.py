@@ -255,6 +255,7 @@ def test_random_numbers_are_those_of_the_cpu() -> None:
         x = torch.randn(3, device=where)
         y = torch.empty(4, device=where).uniform_(1, 2)
         z = torch.nn.functional.dropout(torch.ones(50, device=where), 0.3)
+        torch.native_dropout(x, 0.0, True)  # draws, too
         p = torch.randperm(6, device=where)
         drawn[where] = [t.cpu() for t in (x, y, z, p)]
     for one, other in zip(drawn["cpu"], drawn["npu"], strict=True):
