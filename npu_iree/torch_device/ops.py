@@ -261,7 +261,9 @@ class _Ready:
 
 def functional_of(op: OpOverload) -> OpOverload | None:
     """Return the overload that returns what an in-place or out overload writes, or None."""
-    name = op._schema.name.partition("::")[2]
+    space, _, name = op._schema.name.partition("::")
+    if space != "aten":  # only there such names promise anything
+        return None
     is_out = any(a.is_out for a in op._schema.arguments)
     packet = getattr(torch.ops.aten, name if is_out else name.removesuffix("_"), None)
     if packet is None:

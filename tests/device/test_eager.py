@@ -158,6 +158,15 @@ def test_what_has_no_kernel_runs_on_the_host_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     x = torch.randn(7)
+def test_an_op_of_a_library_is_not_the_one_of_that_name_in_pytorch() -> None:
+    with torch.library._scoped_library("npu_iree_tests", "FRAGMENT") as library:
+        library.define("mul_(Tensor(a!) self, Tensor other) -> Tensor(a!)")
+        library.impl("mul_", lambda x, other: x.copy_(x * other + 1), "CPU")
+        x = torch.full((3,), 2.0, device=NPU)
+        torch.ops.npu_iree_tests.mul_(x, x.clone())
+        assert x.tolist() == [5] * 3
+
+
     torch.npu.reset_warnings()
     with caplog.at_level(logging.WARNING, logger="npu_iree"):
         for _ in range(2):
