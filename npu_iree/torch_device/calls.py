@@ -17,7 +17,8 @@ from lowering.eager import Argument
 from npu_iree.torch_device.storage import dense_order, dense_strides
 
 _CPU = torch.device("cpu")
-Written = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+# The dtype and memory order of each tensor that is written to; an empty one gets its result's.
+Written = tuple[tuple[torch.dtype, tuple[int, ...] | None], ...]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def scan(
         elif is_number and _travels(value):
             leaves.append(value)
         else:
-            key.append(value if kind is not float else repr(value))
+            key.append(repr(value) if kind in (float, complex) else value)  # 0.0 == -0.0
 
 
 def _travels(value: Any) -> bool:
@@ -132,31 +133,58 @@ class Computation:
         results: what comes out; known when it has been called.
     """
 
-    def __init__(self, form: Callable[..., Any], template: Template, written: Written) -> None:
+    def __init__(
+        self,
+        form: Callable[..., Any],
+        template: Template,
+        written: Written,
+        *,
+        casts: bool,
+        widened: frozenset[int],
+    ) -> None:
         """Make one.
 
         Args:
             form: computes it.
             template: of the call.
-            written: the dtype and memory order of each tensor that the results are written to.
+            written: the tensors that the results are written to.
+            casts: whether PyTorch writes results to tensors of other dtypes.
+            widened: the leaves that it takes as vectors, see `half_scalars`.
         """
         self._form = form
         self._template = template
         self._written = written
+        self._casts = casts
+        self._widened = widened
         self.results: Results | None = None
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Compute it."""
+        widened = self._widened
+        tensors = [t.reshape(1) if i in widened else t for i, t in enumerate(tensors)]
         args, kwargs = self._template.filled(tensors)
         values = self._form(*args, **kwargs)
         is_list = isinstance(values, (list, tuple))
         results = list(values) if is_list else [values]
         self.results = Results(tuple(r is not None for r in results), is_list)
-        results = [r for r in results if r is not None]
+        results = [r.reshape(()) if widened else r for r in results if r is not None]
         if not self._written:
             return results
         pairs = zip(results, self._written, strict=True)
-        return [_as_target(result, dtype, order) for result, (dtype, order) in pairs]
+        return [self._as_target(result, dtype, order) for result, (dtype, order) in pairs]
+
+    def _as_target(
+        self, result: torch.Tensor, dtype: torch.dtype, order: tuple[int, ...] | None
+    ) -> torch.Tensor:
+        """Give a result the dtype and memory order of what it is written to."""
+        if result.dtype != dtype:
+            if not self._casts or not torch.can_cast(result.dtype, dtype):
+                raise TypeError(f"{result.dtype} cannot be cast to {dtype}")
+            result = result.to(dtype)
+        if order is None:
+            return result
+        back = [order.index(d) for d in range(len(order))]
+        return result.permute(order).contiguous().permute(back)
 
 
 @dataclass(frozen=True)
@@ -167,24 +195,27 @@ class Results:
     is_list: bool
 
 
-def _as_target(result: torch.Tensor, dtype: torch.dtype, order: tuple[int, ...]) -> torch.Tensor:
-    """Give a result the dtype and memory order of what it is written to."""
-    if not torch.can_cast(result.dtype, dtype):
-        raise TypeError(f"{result.dtype} cannot be cast to {dtype}")
-    if result.dtype != dtype:
-        result = result.to(dtype)
-    if len(order) != result.dim():  # an `out` that is resized
-        order = tuple(range(result.dim()))
-    back = [order.index(d) for d in range(len(order))]
-    return result.permute(order).contiguous().permute(back)
+def half_scalars(leaves: Sequence[Any]) -> frozenset[int]:
+    """Return which leaves are to be vectors of one element: numbers keep their digits beside these.
+
+    A number is as narrow as what it is computed with, if neither has a dimension.
+    """
+    tensors = {i: t for i, t in enumerate(leaves) if isinstance(t, torch.Tensor)}
+    is_narrow = any(t.dtype in (torch.float16, torch.bfloat16) for t in tensors.values())
+    if not is_narrow or len(tensors) == len(leaves) or any(t.dim() for t in tensors.values()):
+        return frozenset()
+    return frozenset(tensors)
 
 
-def number_dtypes(leaves: Sequence[Any], *, keeps_digits: bool) -> dict[type, torch.dtype]:
+def number_dtypes(
+    leaves: Sequence[Any], *, keeps_digits: bool, is_widened: bool
+) -> dict[type, torch.dtype]:
     """Return the dtypes that Python's numbers get, so that they promote as Python's numbers do.
 
     Args:
         leaves: of the call.
         keeps_digits: a number is stored into integers as it is.
+        is_widened: the call has vectors in the place of tensors of no dimension.
     """
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     floats = [t for t in tensors if t.dtype.is_floating_point or t.dtype.is_complex]
@@ -193,7 +224,7 @@ def number_dtypes(leaves: Sequence[Any], *, keeps_digits: bool) -> dict[type, to
         for t in tensors
         if not (t.dtype.is_floating_point or t.dtype.is_complex or t.dtype is torch.bool)
     ]
-    has_dim = any(t.dim() for t in tensors)
+    has_dim = is_widened or any(t.dim() for t in tensors)
     real = torch.float64 if keeps_digits else torch.get_default_dtype()
     if floats:
         wide = any(t.dtype in (torch.float64, torch.complex128) for t in floats)
@@ -207,12 +238,27 @@ def number_dtypes(leaves: Sequence[Any], *, keeps_digits: bool) -> dict[type, to
 
 
 def argument_of(leaf: Any, dtypes: Mapping[type, torch.dtype]) -> Argument:
-    """Return what a kernel gets of a leaf: it is dense, in its own memory order if it has one."""
+    """Return what a kernel gets of a leaf: it is dense, without the gaps that it may have."""
     if not isinstance(leaf, torch.Tensor):
         return Argument(dtypes[type(leaf)], (), ())
     shape = tuple(leaf.shape)
-    order = dense_order(shape, leaf.stride()) or tuple(range(len(shape)))
-    return Argument(leaf.dtype, shape, dense_strides(shape, order))
+    return Argument(leaf.dtype, shape, dense_strides(shape, order_for_reading(leaf)))
+
+
+def order_for_reading(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the memory order in which a kernel gets a tensor: that of its strides if it can.
+
+    It makes that of the results. What is expanded comes in the natural one.
+    """
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    order, natural = dense_order(shape, strides), tuple(range(len(shape)))
+    if order is not None:
+        return order
+    wide = [d for d in natural if shape[d] != 1]
+    if not all(strides[d] for d in wide):
+        return natural
+    slowest = iter(sorted(wide, key=lambda d: -strides[d]))
+    return tuple(d if shape[d] == 1 else next(slowest) for d in natural)
 
 
 def kind_of(argument: Argument) -> tuple[Any, ...]:

@@ -27,23 +27,40 @@ class Form:
         numbers: names of the arguments that are such numbers, beside those that the op's schema
             calls tensors.
         keeps_digits: it stores a number into integers, and computes nothing with it.
+        fits: PyTorch refuses numbers that are too large for the dtype of the result.
     """
 
     function: Callable[..., Any]
     numbers: frozenset[str] = frozenset()
     keeps_digits: bool = False
+    fits: bool = False
 
 
-def _form(function: Callable[..., Any], *numbers: str, keeps_digits: bool = False) -> Form:
-    return Form(function, frozenset(numbers), keeps_digits)
+def _form(
+    function: Callable[..., Any], *numbers: str, keeps_digits: bool = False, fits: bool = False
+) -> Form:
+    return Form(function, frozenset(numbers), keeps_digits, fits)
 
 
 def _add(x: Tensor, other: Tensor, *, alpha: Any = None) -> Any:
-    return torch.add(x, other if alpha is None else other * alpha)
+    return torch.add(x, _times(alpha, other, x))
 
 
 def _sub(x: Tensor, other: Tensor, *, alpha: Any = None) -> Any:
-    return torch.sub(x, other if alpha is None else other * alpha)
+    return torch.sub(x, _times(alpha, other, x))
+
+
+def _times(alpha: Any, other: Tensor, x: Tensor) -> Any:
+    """Return a multiple of what is added to `x`: a number that makes it another dtype, is not ours.
+
+    PyTorch refuses such numbers, or computes with them in the dtype of the sum.
+    """
+    if alpha is None:
+        return other
+    scaled = other * alpha
+    if torch.result_type(x, scaled) is not torch.result_type(x, other):
+        raise TypeError("a multiple of another dtype")
+    return scaled
 
 
 def _addcmul(x: Tensor, one: Tensor, other: Tensor, *, value: Any = None) -> Any:
@@ -51,6 +68,8 @@ def _addcmul(x: Tensor, one: Tensor, other: Tensor, *, value: Any = None) -> Any
 
 
 def _addcdiv(x: Tensor, one: Tensor, other: Tensor, *, value: Any = None) -> Any:
+    if not any(t.dtype.is_floating_point or t.dtype.is_complex for t in (one, other)):
+        raise TypeError("a quotient of integers, which PyTorch refuses")
     return x + (one / other if value is None else value * one / other)
 
 
@@ -66,17 +85,17 @@ FORMS: dict[Any, Form] = {
     aten.addcmul.default: _form(_addcmul, "value"),
     aten.addcdiv.default: _form(_addcdiv, "value"),
     aten.lerp.Scalar: _form(torch.lerp, "weight"),
-    aten.clamp.default: _form(torch.clamp, "min", "max"),
-    aten.clamp_min.default: _form(torch.clamp_min, "min"),
-    aten.clamp_max.default: _form(torch.clamp_max, "max"),
+    aten.clamp.default: _form(torch.clamp, "min", "max", fits=True),
+    aten.clamp_min.default: _form(torch.clamp_min, "min", fits=True),
+    aten.clamp_max.default: _form(torch.clamp_max, "max", fits=True),
     aten.eq.Scalar: _form(torch.eq, "other"),
     aten.ne.Scalar: _form(torch.ne, "other"),
     aten.lt.Scalar: _form(torch.lt, "other"),
     aten.le.Scalar: _form(torch.le, "other"),
     aten.gt.Scalar: _form(torch.gt, "other"),
     aten.ge.Scalar: _form(torch.ge, "other"),
-    aten.fill.Scalar: _form(_fill, "value", keeps_digits=True),
-    aten.masked_fill.Scalar: _form(torch.masked_fill, "value"),
+    aten.fill.Scalar: _form(_fill, "value", keeps_digits=True, fits=True),
+    aten.masked_fill.Scalar: _form(torch.masked_fill, "value", fits=True),
 }
 
 # Kernels of these serve one set of sizes each: torch-mlir or IREE wants to know them.

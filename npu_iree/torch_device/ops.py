@@ -7,8 +7,8 @@ no kernel runs as PyTorch's CPU kernel (`host`).
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,20 +23,23 @@ from npu_iree.torch_device.calls import (
     Template,
     Written,
     argument_of,
+    half_scalars,
     kind_of,
     number_dtypes,
+    order_for_reading,
     scan,
 )
-from npu_iree.torch_device.current import different_devices, frames, is_on_npu
+from npu_iree.torch_device.current import check_place, different_devices, frames, is_on_npu
 from npu_iree.torch_device.forms import FORMS, STATIC, Form
 from npu_iree.torch_device.host import run_on_host
 from npu_iree.torch_device.kept import Kept
 from npu_iree.torch_device.kernels import Bound, NoKernelError, family
 from npu_iree.torch_device.launches import launched
-from npu_iree.torch_device.moves import invoke, order_for_writing, read, write
+from npu_iree.torch_device.moves import invoke, order_for_writing, read_in_order, write
+from npu_iree.torch_device.overlaps import REPEATS, check_overlap, check_places, would_overlap
 from npu_iree.torch_device.put import put_dense
+from npu_iree.torch_device.scalars import Elements, scalar
 from npu_iree.torch_device.storage import (
-    contiguous_strides,
     dense_order,
     handle_of,
     is_lazy,
@@ -46,9 +49,8 @@ from npu_iree.torch_device.storage import (
 )
 
 OpOverload = torch._ops.OpOverload
-_INDEXING = re.compile(r"aten\._?(unsafe_)?index")  # takes indices that are on the CPU, too
+_INDICES = "List[Optional[Tensor]]"  # the type of indices: they may be on the CPU, too
 _KEPT_CALLS = 4096  # of one op; a call that is forgotten finds its kernel again
-_SCALARS: Kept[tuple[str, torch.dtype], DeviceArray] = Kept(4096)
 _NONE = Results((), False)
 
 
@@ -85,6 +87,12 @@ class EagerOp:
     @cached_property
     def _is_view(self) -> bool:
         return any(r.alias_info is not None for r in self.op._schema.returns)
+
+    @cached_property
+    def _is_pointwise(self) -> bool:
+        """As its functional form says: not all others have the tag."""
+        functional = self._functional
+        return functional is not None and torch.Tag.pointwise in functional.tags
 
     @cached_property
     def _form(self) -> Form:
@@ -134,12 +142,13 @@ class EagerOp:
         self, leaves: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> _Ready:
         """Find or make the kernel of a call that is made for the first time."""
+        check_place(kwargs.get("device"))
         for target in self._targets(args, kwargs):
             if isinstance(target, torch.Tensor) and not is_on_npu(target):
                 _refuse_devices([target, *leaves], self.op)
         if self._functional is None:
             return _Ready(reason=_no_kernel(self.op))
-        if reason := self._why_host(leaves):
+        if reason := self._why_host(leaves, args):
             return _Ready(reason=reason)
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return _Ready(reason="")  # it is made from nothing: nothing is lost
@@ -148,26 +157,40 @@ class EagerOp:
         except NoKernelError as error:
             return _Ready(reason=str(error))
 
-    def _why_host(self, leaves: Sequence[Any]) -> str:
+    def _why_host(self, leaves: Sequence[Any], args: Sequence[Any]) -> str:
         if torch.Tag.nondeterministic_seeded in self.op.tags:
             return f"it {DRAWS_RANDOM_NUMBERS}"
+        indices = {id(index) for index in self._indices(args)}
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                if not is_on_npu(leaf) and leaf.dim() and not _INDEXING.match(str(self.op)):
+                if not is_on_npu(leaf) and leaf.dim() and id(leaf) not in indices:
                     _refuse_devices(leaves, self.op)
                 if leaf.layout is not torch.strided:
                     return f"no device buffer holds the layout {leaf.layout}"
         return ""
 
+    def _indices(self, args: Sequence[Any]) -> Iterator[Any]:
+        for argument, value in zip(self.op._schema.arguments, args, strict=False):
+            if str(argument.type) == _INDICES:
+                yield from value
+
     def _bind(
         self, leaves: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> _Ready:
-        template = self._template(args, kwargs)
-        dtypes = number_dtypes(leaves, keeps_digits=self._form.keeps_digits)
-        arguments = [argument_of(leaf, dtypes) for leaf in leaves]
         targets = self._targets(args, kwargs)
-        written: Written = tuple((t.dtype, order_for_writing(t)) for t in targets)
-        computation = Computation(self._form.function, template, written)
+        overlaps = self._overlaps(targets, leaves)
+        template = self._template(args, kwargs)
+        widened = half_scalars(leaves) if self._is_pointwise else frozenset()
+        dtypes = number_dtypes(
+            leaves, keeps_digits=self._form.keeps_digits, is_widened=bool(widened)
+        )
+        arguments = [argument_of(leaf, dtypes) for leaf in leaves]
+        written: Written = tuple(
+            (t.dtype, order_for_writing(t) if t.numel() else None) for t in targets
+        )
+        computation = Computation(
+            self._form.function, template, written, casts=self._is_pointwise, widened=widened
+        )
         kinds = tuple(map(kind_of, arguments))
         default = torch.get_default_dtype()
         key = (self.op, default, template.constants(leaves), kinds, written)
@@ -176,16 +199,38 @@ class EagerOp:
         bound = kernels.bind(computation, arguments, is_dynamic)
         assert kernels.results is not None
         _check_targets(targets, bound, self._is_in_place)
+        result = bound.outputs[0]
+        fits = (result.dtype, min(2, math.prod(result.shape))) if self._form.fits else None
         return _Ready(
             bound=bound,
             sources=tuple(
-                _source(taken, stored, leaves, dtypes)
+                _source(taken, stored, leaves, dtypes, fits)
                 for taken, stored in zip(bound.takes, bound.stored, strict=True)
             ),
             results=kernels.results,
             in_place=self._is_in_place,
             is_out=bool(self._outs),
             write_orders=tuple(order for _, order in written),
+            overlaps=overlaps,
+        )
+
+    def _overlaps(
+        self, targets: Sequence[torch.Tensor], leaves: Sequence[Any]
+    ) -> tuple[tuple[int, int], ...]:
+        """Say which targets may share some of their elements with which leaves.
+
+        Raises:
+            RuntimeError: a target does so with itself.
+        """
+        if REPEATS.match(str(self.op)):
+            return ()
+        for target in targets:
+            check_places(target)
+        return tuple(
+            (place, i)
+            for place, target in enumerate(targets)
+            for i, leaf in enumerate(leaves)
+            if is_on_npu(leaf) and would_overlap(target, leaf)
         )
 
     def _targets(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -211,8 +256,8 @@ def _check_targets(targets: Sequence[torch.Tensor], bound: Bound, is_in_place: b
             continue
         if is_in_place:
             raise NoKernelError("its result has another shape than what it is written to")
-        if order_for_writing(target) != tuple(range(target.dim())):
-            raise NoKernelError("what it is written to is resized, and not contiguous")
+        if target.numel():
+            raise NoKernelError("what it is written to is resized, and not empty")
 
 
 @dataclass(frozen=True)
@@ -226,11 +271,14 @@ class _Ready:
     in_place: bool = False
     is_out: bool = False
     write_orders: tuple[Any, ...] = ()
+    overlaps: tuple[tuple[int, int], ...] = ()
 
     def run(self, leaves: Sequence[Any], args: Sequence[Any], outs: Sequence[torch.Tensor]) -> Any:
         """Submit the call."""
         bound = self.bound
         assert bound is not None
+        for place, leaf in self.overlaps:
+            check_overlap((outs or args)[place], leaves[leaf])
         handles = launched(invoke(bound, [_take(s, leaves) for s in self.sources]), frames())
         if self.in_place:
             write(args[0], handles[0], self.write_orders[0])
@@ -253,8 +301,8 @@ class _Ready:
             outs, handles, bound.outputs, self.write_orders, strict=True
         ):
             if tuple(out.shape) != output.shape:
-                resize(out, output.shape, contiguous_strides(output.shape))
-                order = tuple(range(len(output.shape)))
+                resize(out, output.shape, output.strides)
+                order = order_for_writing(out)
             write(out, array, order)
         return outs[0] if len(outs) == 1 else tuple(outs)
 
@@ -281,21 +329,9 @@ def functional_of(op: OpOverload) -> OpOverload | None:
     return None
 
 
-def scalar(value: float, dtype: torch.dtype) -> DeviceArray:
-    """Return a number on the device; numbers that were used before are there already."""
-    key = (repr(value), dtype)
-    array = _SCALARS.get(key)
-    if array is None:
-        exact = torch.float64 if isinstance(value, float) else torch.int64
-        number = torch.tensor(value, dtype=exact, device="cpu")
-        number = number.to(dtype)  # 200 as int8 is -56, as PyTorch has it
-        array = put_dense(number, "a number", is_ours=True, is_kept=True)
-        _SCALARS[key] = array
-    return array
-
-
 _DIRECT, _READ, _PUT, _NUMBER, _VALUE = range(5)
-# How one argument of a kernel is found: the way, the leaf, its shape in memory, its dtype or value.
+# How one argument of a kernel is found: the way, the leaf, its shape in memory, and what else is
+# known: its dtype, order or value.
 _Source = tuple[int, int, tuple[int, ...], Any]
 
 
@@ -304,18 +340,21 @@ def _source(
     stored: tuple[int, ...] | None,
     leaves: Sequence[Any],
     dtypes: Mapping[type, torch.dtype],
+    fits: Elements | None,
 ) -> _Source:
     """Decide how an argument of a kernel is found in the calls of one key."""
     if stored is None:
         return _VALUE, 0, (), taken
     leaf = leaves[taken]
     if not isinstance(leaf, torch.Tensor):
-        return _NUMBER, taken, (), dtypes[type(leaf)]
+        return _NUMBER, taken, (), (dtypes[type(leaf)], fits)
+    order = order_for_reading(leaf)
     if not is_on_npu(leaf):
-        return _PUT, taken, stored, dense_order(tuple(leaf.shape), leaf.stride())
+        return _PUT, taken, stored, order
     is_dense = dense_order(tuple(leaf.shape), leaf.stride()) is not None
-    way = _DIRECT if is_dense and not leaf.storage_offset() else _READ
-    return way, taken, stored, leaf.dtype
+    if is_dense and not leaf.storage_offset():
+        return _DIRECT, taken, stored, leaf.dtype
+    return _READ, taken, stored, order
 
 
 def _take(source: _Source, leaves: Sequence[Any]) -> Any:
@@ -324,16 +363,17 @@ def _take(source: _Source, leaves: Sequence[Any]) -> Any:
     if way == _DIRECT:
         return shaped(handle_of(leaves[index]), shape, known)
     if way == _NUMBER:
-        return scalar(leaves[index], known)
+        return scalar(leaves[index], *known)
     if way == _VALUE:
         return known
     if way == _PUT:
         return _put(leaves[index], known)
-    return shaped(read(leaves[index]), shape, known)
+    leaf = leaves[index]
+    return shaped(read_in_order(leaf, known), shape, leaf.dtype)
 
 
-def _put(tensor: torch.Tensor, order: tuple[int, ...] | None) -> DeviceArray:
-    stored = tensor.detach().permute(order or tuple(range(tensor.dim())))
+def _put(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray:
+    stored = tensor.detach().permute(order)
     return put_dense(
         stored.clone(memory_format=torch.contiguous_format), "a CPU argument", is_ours=True
     )

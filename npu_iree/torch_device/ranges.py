@@ -10,7 +10,7 @@ from lowering.eager import Argument
 from npu_iree.array import DeviceArray
 from npu_iree.torch_device.host import run_on_host
 from npu_iree.torch_device.moves import order_for_writing, run_ours, write
-from npu_iree.torch_device.ops import scalar
+from npu_iree.torch_device.scalars import scalar
 from npu_iree.torch_device.storage import contiguous_strides, resize
 
 Tensor = torch.Tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,6 +26,72 @@ def test_tensors_of_two_devices() -> None:
         torch.ones(3, device=NPU) + torch.ones(3)
     with pytest.raises(RuntimeError, match="at least two devices"):
         torch.equal(torch.ones(3, device=NPU), torch.ones(3))
+
+
+def test_indices_on_the_device_move_no_tensor_of_the_cpu() -> None:
+    table, index = torch.arange(12.0).view(4, 3), torch.tensor([1, 2], device=NPU)
+    for look in (lambda: table[index], lambda: torch.index_select(table, 0, index)):
+        with pytest.raises(RuntimeError, match="at least two devices, cpu and npu:0"):
+            look()
+
+
+def test_there_is_one_device() -> None:
+    for make in (
+        lambda: torch.empty(2, device="npu:1"),
+        lambda: torch.ones(2).to("npu:1"),
+        lambda: torch.tril_indices(2, 2, device="npu:1"),
+    ):
+        with pytest.raises(RuntimeError, match="npu:1 is no such device"):
+            make()
+
+
+_OVERLAPPING: list[Callable[[torch.Tensor], object]] = [
+    lambda x: x[:1].expand(4).add_(1),
+    lambda x: x[:2].expand(2, 2).copy_(torch.ones(2, 2, device=x.device)),
+    lambda x: x[1:].add_(x[:-1]),
+    lambda x: x[1:].copy_(x[:-1]),
+    lambda x: x.sub_(x[0]),
+    lambda x: torch.mul(x[:3], 2, out=x[1:4]),
+]
+
+
+@pytest.mark.parametrize("where", ["cpu", NPU])
+def test_writes_that_overlap_are_refused_and_those_that_may_are_made(where: str) -> None:
+    x = torch.arange(5.0, device=where)
+    for write in _OVERLAPPING:
+        with pytest.raises(RuntimeError, match=r"refers? to a single memory location"):
+            write(x)
+    assert x.tolist() == [0, 1, 2, 3, 4]
+    x[:1].expand(3).fill_(7)
+    x[3:].copy_(x[:2])
+    x[:2].add_(x[2:4])
+    x.add_(x)
+    assert x.tolist() == [18, 16, 4, 14, 2]
+
+
+_REFUSED: list[Callable[[str], object]] = [
+    lambda where: torch.zeros(2, dtype=torch.int8, device=where).fill_(300),
+    lambda where: torch.zeros(2, dtype=torch.int64, device=where).fill_(float("nan")),
+    lambda where: torch.full((2,), 1e5, dtype=torch.float16, device=where),
+    lambda where: torch.zeros(2, dtype=torch.int8, device=where).masked_fill(
+        torch.ones(2, dtype=torch.bool, device=where), 300
+    ),
+    lambda where: torch.ones(2, dtype=torch.uint8, device=where).clamp(max=300),
+    lambda where: torch.ones(2, device=where).addcdiv(*torch.ones(2, 2, device=where).long()),
+    lambda where: torch.add(*torch.ones(2, 2, device=where).long(), alpha=0.5),
+    lambda where: torch.mm(
+        *torch.ones(2, 2, 2, device=where), out=torch.ones(2, 2, device=where).double()
+    ),
+]
+
+
+@pytest.mark.parametrize("case", range(len(_REFUSED)))
+def test_what_the_cpu_refuses_is_refused_in_its_words(case: int) -> None:
+    with pytest.raises(RuntimeError) as expected:
+        _REFUSED[case]("cpu")
+    with pytest.raises(RuntimeError) as found:
+        _REFUSED[case](NPU)
+    assert str(found.value) == str(expected.value)
 
 
 def test_nothing_is_written_to_the_cpu_that_was_not_asked_for_by_a_copy() -> None:
@@ -115,6 +182,17 @@ def test_memory_is_freed_with_the_last_handle() -> None:
     assert torch.npu.max_memory_allocated() >= before + (4 << 16)
 
 
+def test_a_clone_of_a_part_does_not_hold_the_rest() -> None:
+    whole = torch.ones(1 << 16, device=NPU) * 2
+    part = whole[:4].clone()
+    gc.collect()
+    torch.npu.synchronize()
+    before = torch.npu.memory_allocated()
+    del whole
+    assert before - torch.npu.memory_allocated() == 4 << 16
+    assert part.tolist() == [2] * 4
+
+
 def test_a_failed_kernel_names_op_and_line_wherever_it_is_noticed(device: Device) -> None:
     a = torch.ones(3, device=NPU)
     model = torch.compile(torch.nn.Linear(3, 3).to(NPU), backend="npu_iree")
@@ -182,17 +260,6 @@ def test_a_module_whose_weights_are_in_use_moves_as_a_whole_or_not_at_all() -> N
         model.to(other)
         assert {t.device.type for p in model.parameters() for t in (p, p.grad)} == {other}
         optimizer.step()
-def test_a_clone_of_a_part_does_not_hold_the_rest() -> None:
-    whole = torch.ones(1 << 16, device=NPU) * 2
-    part = whole[:4].clone()
-    gc.collect()
-    torch.npu.synchronize()
-    before = torch.npu.memory_allocated()
-    del whole
-    assert before - torch.npu.memory_allocated() == 4 << 16
-    assert part.tolist() == [2] * 4
-
-
     assert model[0].weight is first
 
 
