@@ -16,6 +16,7 @@ from npu_iree.errors import NpuIreeError
 
 NAME = "npu"
 Fallback = Literal["host", "error"]
+Which = torch.device | int | str | None
 
 # Frames of these are not the user's.
 _OURS = tuple(
@@ -56,16 +57,6 @@ def different_devices(devices: Sequence[torch.device], op: object) -> RuntimeErr
     )
 
 
-def check_place(place: torch.device | None) -> None:
-    """Check that there is such a device.
-
-    Raises:
-        RuntimeError: it is "npu:1", say.
-    """
-    if place is not None and place.type == NAME and place.index:
-        raise RuntimeError(f"there is one device, npu:0; {place} is no such device")
-
-
 def device() -> Device:
     """Return the device behind "npu".
 
@@ -75,6 +66,20 @@ def device() -> Device:
     if CURRENT.device is None:
         raise NpuIreeError('there is no device "npu" yet: call npu_iree.register_device() first')
     return CURRENT.device
+
+
+def index_of(which: Which) -> int:
+    """Return the index of a device, which is 0: there is one.
+
+    Raises:
+        RuntimeError: it is another one.
+    """
+    if which is None or which == 0:
+        return 0
+    found = torch.device(NAME, which) if isinstance(which, int) else torch.device(which)
+    if found.type != NAME or (found.index or 0) != 0:
+        raise RuntimeError(f"there is one device, npu:0; {which} is no such device")
+    return 0
 
 
 Place = tuple[Any, ...]  # code and offset of each frame, one after the other

@@ -14,8 +14,8 @@ from lowering.errors import HostOp, UnsupportedOpError
 from npu_iree.torch_device.current import CURRENT, device, is_on_npu, user_line
 from npu_iree.torch_device.fetch import on_host
 from npu_iree.torch_device.moves import order_for_writing, write
-from npu_iree.torch_device.put import put_dense, to_device
-from npu_iree.torch_device.storage import new_tensor, resize
+from npu_iree.torch_device.put import put_in_order, to_device
+from npu_iree.torch_device.storage import as_bytes, resize
 
 log = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
@@ -53,13 +53,14 @@ def run_on_host(
         leaves[i] = host[id(leaves[i])]
     leaves = [_CPU if isinstance(leaf, torch.device) else leaf for leaf in leaves]
     host_args, host_kwargs = pytree.tree_unflatten(leaves, spec)
-    result = op(*host_args, **host_kwargs)
+    with torch._C._DisableAutocast():  # that of the CPU: the op is one of "npu"
+        result = op(*host_args, **host_kwargs)
     for tensor in (*outs.values(), *written.values()):
         if is_on_npu(tensor):
             copy = host[id(tensor)]
             if (copy.shape, copy.stride()) != before[id(tensor)]:
                 resize(tensor, tuple(copy.shape), copy.stride())
-            _write_back(tensor, copy)
+            put_into(copy, tensor, "a result of the host", is_ours=True)
     return pytree.tree_map_only(
         torch.Tensor, lambda t: given[id(t)] if id(t) in given else _put(t, op), result
     )
@@ -70,10 +71,28 @@ def _blank(out: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="cpu")
 
 
-def _write_back(tensor: torch.Tensor, copy: torch.Tensor) -> None:
-    order = order_for_writing(tensor)
-    stored = copy.resolve_conj().resolve_neg().permute(order).contiguous()
-    write(tensor, put_dense(stored, "a result of the host", is_ours=True), order)
+def put_into(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    name: str = "a CPU tensor",
+    *,
+    is_ours: bool = False,
+) -> None:
+    """Write a CPU tensor to one on "npu".
+
+    Args:
+        source: the values.
+        target: takes them, in its shape, dtype and memory order; lazily conjugated, or negative, if
+            it is so itself.
+        name: what they are, for ledger and errors.
+        is_ours: nobody else holds their memory.
+    """
+    order = order_for_writing(target)
+    value = source.detach().expand(target.shape).to(target.dtype)
+    value = value.conj() if target.is_conj() else value
+    value = value.neg() if target.is_neg() else value
+    theirs = None if is_ours else source
+    write(target, put_in_order(value, order, name, theirs=theirs), order)
 
 
 def tell(op: torch._ops.OpOverload, reason: str) -> None:
@@ -122,7 +141,8 @@ def _copies(
     """
     if not inputs:
         return []
-    host = on_host([_everything(t) for t in inputs], str(op), "PyTorch's CPU kernel runs it")
+    bytes_ = [as_bytes(t.untyped_storage()) for t in inputs]
+    host = on_host(bytes_, str(op), "PyTorch's CPU kernel runs it")
     changed = {t.untyped_storage()._cdata for t in written.values()}
     own: dict[int, torch.Tensor] = {}
     copies = []
@@ -136,14 +156,6 @@ def _copies(
         view = torch._conj(view) if tensor.is_conj() else view
         copies.append(torch._neg_view(view) if tensor.is_neg() else view)
     return copies
-
-
-def _everything(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's whole storage as bytes, on "npu"."""
-    storage = tensor.untyped_storage()
-    empty = new_tensor((0,), (1,), torch.uint8)
-    resize(empty, (storage.nbytes(),), (1,), storage)
-    return empty
 
 
 def _put(tensor: torch.Tensor, op: torch._ops.OpOverload) -> torch.Tensor:

@@ -7,17 +7,16 @@ that of a tensor.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.utils.weight_norm import WeightNorm
 
 from npu_iree.torch_device import module
 from npu_iree.torch_device.current import NAME, is_on_npu
 from npu_iree.torch_device.fetch import on_host
-from npu_iree.torch_device.storage import held_by, new_tensor, resize
+from npu_iree.torch_device.parameters import keep_parameters
+from npu_iree.torch_device.storage import as_bytes, held_by, new_tensor, resize
 
 
 def register_methods() -> None:
@@ -31,13 +30,20 @@ def register_methods() -> None:
     storage.cpu = _fetch_instead(storage.cpu)
     storage.to = _move_instead(storage.to)
     storage.byteswap = _swap_on_cpu(storage.byteswap)
+    storage.resize_ = _grow_instead(storage.resize_)
     storage.npu = _to_npu
     storage.is_npu = property(lambda self: self.device.type == NAME)
     module_class: Any = torch.nn.Module
-    module_class._apply = _keep_parameters(module_class._apply)
+    module_class._apply = keep_parameters(module_class._apply)
     tensor: Any = torch.Tensor
-    tensor.__dlpack__ = _from_cpu(tensor.__dlpack__)
     tensor.__dlpack_device__ = _cpu_instead(tensor.__dlpack_device__)
+    tensor.record_stream = _record_nothing(tensor.record_stream)
+    core: Any = torch._C
+    core._to_dlpack_versioned = _from_cpu(core._to_dlpack_versioned)
+    core._to_dlpack = _from_cpu(core._to_dlpack)
+    modules: Any = (torch, torch.utils.dlpack)
+    for exports in modules:
+        exports.to_dlpack = core._to_dlpack
     accelerator: Any = torch.accelerator
     accelerator.synchronize = module.synchronize
     accelerator.memory_allocated = module.memory_allocated
@@ -83,7 +89,7 @@ def _fetch_instead(cpu: Callable[..., Any]) -> Callable[..., Any]:
     def fetched(self: torch.UntypedStorage) -> Any:
         if self.device.type != NAME:
             return cpu(self)
-        (flat,) = on_host([_flat(self)], "a storage on the CPU")
+        (flat,) = on_host([as_bytes(self)], "a storage on the CPU")
         return flat.clone().untyped_storage()
 
     return fetched
@@ -97,6 +103,22 @@ def _swap_on_cpu(swap: Callable[..., None]) -> Callable[..., None]:
         swap(self, dtype)
 
     return swapped
+
+
+def _grow_instead(resize_: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(resize_)
+    def resized(self: torch.UntypedStorage, nbytes: int) -> Any:
+        if self.device.type != NAME:
+            return resize_(self, nbytes)
+        if nbytes < self.nbytes():
+            raise RuntimeError(
+                f"a storage on npu:0 only grows: {self.nbytes()} bytes cannot become {nbytes}; its "
+                "memory is free when no tensor uses it any more"
+            )
+        resize(new_tensor((0,), (1,), torch.uint8), (nbytes,), (1,), self)
+        return self
+
+    return resized
 
 
 def _reduce_instead(reduce: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,13 +152,6 @@ def _move_instead(to: Callable[..., Any]) -> Callable[..., Any]:
     return moved
 
 
-def _flat(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return a storage on "npu" as a tensor of bytes."""
-    empty = new_tensor((0,), (1,), torch.uint8)
-    resize(empty, (storage.nbytes(),), (1,), storage)
-    return empty
-
-
 def _to_npu(
     self: torch.UntypedStorage, device: Any = None, non_blocking: bool = False
 ) -> torch.UntypedStorage:
@@ -146,71 +161,6 @@ def _to_npu(
     empty = torch.empty(0, dtype=torch.uint8, device="cpu")
     flat = empty.set_(self, 0, (self.nbytes(),), (1,))
     return flat.to(NAME).untyped_storage()
-
-
-def _keep_parameters(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `module.to("npu")` keep the parameter objects: tied ones stay tied, optimizers know them.
-
-    PyTorch gives a parameter other memory in place only between devices on a list of its own; on
-    others a module gets new parameters, unless it is told to swap them.
-    """
-
-    @functools.wraps(apply)
-    def applied(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        first = next((p.detach() for p in self.parameters(recurse)), None)
-        future = torch.__future__
-        if first is None or future.get_swap_module_params_on_conversion():
-            return apply(self, fn, recurse)
-        result = fn(torch.empty(0, dtype=first.dtype, device=first.device))
-        if first.device.type == result.device.type or NAME not in (
-            first.device.type,
-            result.device.type,
-        ):
-            return apply(self, fn, recurse)
-        _let_go_of_weights(self)
-        if held := [name for name, p in self.named_parameters(recurse=recurse) if _is_held(p)]:
-            more = f" and {len(held) - 1} others" if len(held) > 1 else ""
-            raise RuntimeError(
-                f"the module cannot move to {result.device} now, and has not: something else holds "
-                f"its parameter {held[0]!r}{more}, most likely a result whose backward pass needs "
-                "it. Drop that result (`del out`) or run its backward pass first, or compute it "
-                "under torch.no_grad()"
-            )
-        future.set_swap_module_params_on_conversion(True)
-        try:
-            return apply(self, fn, recurse)
-        finally:
-            future.set_swap_module_params_on_conversion(False)
-
-    return applied
-
-
-def _let_go_of_weights(module: torch.nn.Module) -> None:
-    """Detach what the old `weight_norm` has computed of parameters: each call does so anew."""
-    for part in module.modules():
-        for hook in part._forward_pre_hooks.values():
-            if isinstance(hook, WeightNorm):
-                setattr(part, hook.name, getattr(part, hook.name).detach())
-
-
-def _is_held(parameter: torch.nn.Parameter) -> bool:
-    """Say whether PyTorch would refuse to swap a parameter or its gradient.
-
-    Source: `torch.utils.swap_tensors`, which is called for one after the other: the refusal of the
-    last would leave a module that is half moved.
-    """
-    gradient: Any = parameter.grad
-    tensors = [parameter] if gradient is None else [parameter, gradient]
-    if any(map(weakref.getweakrefs, tensors)) or (gradient is not None and _uses(gradient) > 2):
-        return True  # the parameter itself is one that uses its gradient
-    if _uses(parameter) < 2:
-        return False
-    node = torch.autograd.graph.get_gradient_edge(parameter).node  # is the second, or is made now
-    return node is None or _uses(parameter) > 2
-
-
-def _uses(tensor: Any) -> int:
-    return int(tensor._use_count())
 
 
 def _from_cpu(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -223,6 +173,16 @@ def _from_cpu(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(self, *args, **kwargs)
 
     return of_copy
+
+
+def _record_nothing(record_stream: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(record_stream)
+    def recorded(self: torch.Tensor, stream: Any) -> None:
+        """Do nothing on "npu": what is submitted keeps the memory that it uses."""
+        if not is_on_npu(self):
+            record_stream(self, stream)
+
+    return recorded
 
 
 def _cpu_instead(method: Callable[..., Any]) -> Callable[..., Any]:

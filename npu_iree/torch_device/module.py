@@ -11,8 +11,9 @@ import torch
 
 from npu_iree.errors import OptionError
 from npu_iree.torch_device import account
-from npu_iree.torch_device.current import CURRENT, NAME, Fallback, check_place
+from npu_iree.torch_device.current import CURRENT, Fallback, Which
 from npu_iree.torch_device.current import device as _device
+from npu_iree.torch_device.current import index_of as _index
 from npu_iree.torch_device.streams import (
     Event,
     Stream,
@@ -31,7 +32,6 @@ __all__ = [
     "stream",
 ]
 
-Which = torch.device | int | str | None
 _CHOICES = ("host", "error")
 
 
@@ -216,16 +216,6 @@ def set_fallback(choice: Fallback) -> None:
     if choice not in _CHOICES:
         raise OptionError(f"fallback is 'host' or 'error', not {choice!r}")
     CURRENT.fallback = choice
-
-
-def _index(device: Which) -> int:
-    if device is None or device == 0:
-        return 0
-    found = torch.device(NAME, device) if isinstance(device, int) else torch.device(device)
-    check_place(found)
-    if found.type != NAME:
-        raise RuntimeError(f"{found} is no device of torch.npu")
-    return 0
 
 
 def __getattr__(name: str) -> Any:

@@ -29,7 +29,13 @@ from npu_iree.torch_device.calls import (
     order_for_reading,
     scan,
 )
-from npu_iree.torch_device.current import check_place, different_devices, frames, is_on_npu
+from npu_iree.torch_device.current import (
+    NAME,
+    different_devices,
+    frames,
+    index_of,
+    is_on_npu,
+)
 from npu_iree.torch_device.forms import FORMS, STATIC, Form
 from npu_iree.torch_device.host import run_on_host
 from npu_iree.torch_device.kept import Kept
@@ -142,7 +148,8 @@ class EagerOp:
         self, leaves: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> _Ready:
         """Find or make the kernel of a call that is made for the first time."""
-        check_place(kwargs.get("device"))
+        if (place := kwargs.get("device")) is not None and place.type == NAME:
+            index_of(place)
         for target in self._targets(args, kwargs):
             if isinstance(target, torch.Tensor) and not is_on_npu(target):
                 _refuse_devices([target, *leaves], self.op)

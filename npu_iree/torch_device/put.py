@@ -28,7 +28,14 @@ def put_dense(
         name: what it is, for ledger and errors.
         is_ours: nobody else holds its memory, so where memory is unified it is used in place.
         is_kept: later ops use it too, so it waits for no gate, which may fail.
+
+    Raises:
+        NotImplementedError: it is quantized.
     """
+    if tensor.is_quantized:
+        raise NotImplementedError(
+            f"{name}: npu has no quantized tensors; leave it on the CPU, or call dequantize() first"
+        )
     target = device()
     account.reserve(tensor.nbytes)
     if tensor.dtype not in ELEMENT_TYPES:  # the device keeps it, and computes with it on the host
@@ -47,10 +54,33 @@ def put_dense(
     return account.keep(array, name)
 
 
-def to_device(tensor: torch.Tensor, name: str, *, is_ours: bool = False) -> torch.Tensor:
+def put_in_order(
+    tensor: torch.Tensor,
+    order: tuple[int, ...],
+    name: str,
+    *,
+    theirs: torch.Tensor | None = None,
+) -> DeviceArray:
+    """Give the device the values of a CPU tensor in a memory order.
+
+    Args:
+        tensor: what; it may be lazily conjugated, or negative.
+        order: the memory order.
+        name: what it is, for ledger and errors.
+        theirs: what it was made of, and somebody else may write to; None: nobody does.
+    """
+    stored = tensor.resolve_conj().resolve_neg().permute(order).contiguous()
+    is_ours = theirs is None or _memory(stored) != _memory(theirs)
+    return put_dense(stored, name, is_ours=is_ours)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def to_device(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Copy a CPU tensor to a new tensor on the device, in the same memory order."""
     shape = tuple(tensor.shape)
     order = dense_order(shape, tensor.stride()) or tuple(range(len(shape)))
-    stored = tensor.resolve_conj().resolve_neg().permute(order).contiguous()
-    array = put_dense(stored, name, is_ours=is_ours or stored.data_ptr() != tensor.data_ptr())
+    array = put_in_order(tensor, order, name, theirs=tensor)
     return new_tensor(shape, dense_strides(shape, order), tensor.dtype, array)

@@ -7,6 +7,8 @@ So nothing has to wait, two storages may hold one handle, and a clone costs noth
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -30,6 +32,7 @@ _set = aten.set_.source_Storage_storage_offset
 _META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
 _DEVICE_LOCAL = int(hal.MemoryType.DEVICE_LOCAL)
 _USAGE = int(hal.BufferUsage.DEFAULT)
+_CHANGING = threading.RLock()  # what a storage holds depends on what it held
 
 
 def new_tensor(
@@ -58,9 +61,10 @@ def handle_of(tensor: torch.Tensor) -> DeviceArray:
     storage: Any = tensor.untyped_storage()
     handle: DeviceArray | None = getattr(storage, "npu_handle", None)
     if handle is None:
-        handle = held_by(storage)
-        if handle is None:
-            handle = storage.npu_handle = allocate(storage.nbytes())
+        with _CHANGING:
+            handle = held_by(storage)
+            if handle is None:
+                handle = storage.npu_handle = allocate(storage.nbytes())
     return handle
 
 
@@ -78,8 +82,11 @@ def held_by(storage: Any) -> DeviceArray | None:
     handle: DeviceArray | None = getattr(storage, "npu_handle", None)
     if handle is None and (donation := getattr(storage, "npu_donation", None)) is not None:
         raise donation.error()
-    if handle is None and (handle := getattr(storage, "npu_unread", None)) is not None:
-        storage.npu_handle, storage.npu_unread = handle, None
+    if handle is None:
+        with _CHANGING:
+            if (new := getattr(storage, "npu_unread", None)) is not None:
+                storage.npu_handle, storage.npu_unread = new, None
+            handle = getattr(storage, "npu_handle", None)
     return handle
 
 
@@ -90,15 +97,17 @@ def set_handle(tensor: torch.Tensor, handle: DeviceArray) -> None:
         DonatedTensorError: a call has taken its bytes over.
     """
     storage: Any = tensor.untyped_storage()
-    if getattr(storage, "npu_handle", None) is None:
-        held_by(storage)
-    storage.npu_handle = handle
+    with _CHANGING:
+        if getattr(storage, "npu_handle", None) is None:
+            held_by(storage)
+        storage.npu_handle = handle
 
 
 def give_away(tensor: torch.Tensor, donation: Donation) -> None:
     """Let a tensor's storage hold nothing any more; whoever uses it is told."""
     storage: Any = tensor.untyped_storage()
-    storage.npu_handle, storage.npu_unread, storage.npu_donation = None, None, donation
+    with _CHANGING:
+        storage.npu_handle, storage.npu_unread, storage.npu_donation = None, None, donation
 
 
 def set_unread(tensor: torch.Tensor, handle: DeviceArray) -> None:
@@ -107,7 +116,8 @@ def set_unread(tensor: torch.Tensor, handle: DeviceArray) -> None:
     What reads them may share them: a clone does, and so does a result that is equal.
     """
     storage: Any = tensor.untyped_storage()
-    storage.npu_handle, storage.npu_unread = None, handle
+    with _CHANGING:
+        storage.npu_handle, storage.npu_unread = None, handle
 
 
 def unread(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray | None:
@@ -227,6 +237,7 @@ def resize(
         strides: the strides.
         storage: another storage for it, or None.
     """
+    before = tensor.untyped_storage().nbytes()
     handle = held_by(storage or tensor.untyped_storage())
     offset = tensor.storage_offset() if storage is None else 0
     count = compute_required_storage_length(tuple(shape), tuple(strides), int(offset))
@@ -234,6 +245,39 @@ def resize(
         account.reserve(nbytes)  # or nothing has changed
     _set.redispatch(_META, tensor, storage or tensor.untyped_storage(), offset, shape, strides)
     grow(tensor)
+    if storage is None and tensor.untyped_storage().nbytes() > before:
+        fill_unset(_since(tensor, before))
+
+
+def _since(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """Return the elements of a tensor's storage that come after so many bytes."""
+    storage, size = tensor.untyped_storage(), tensor.element_size()
+    start, end = nbytes // size, storage.nbytes() // size
+    rest = new_tensor((0,), (1,), tensor.dtype)
+    _set.redispatch(_META, rest, storage, start, (end - start,), (1,))
+    return rest
+
+
+def fill_unset(tensor: torch.Tensor) -> None:
+    """In deterministic mode, fill memory that nobody has set with what shows that it was read.
+
+    Source: `torch.utils.deterministic.fill_uninitialized_memory`, and the values that it names.
+    """
+    if (
+        torch.are_deterministic_algorithms_enabled()
+        and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    ):
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(math.nan)
+        else:
+            tensor.fill_(1 if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).max)
+
+
+def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return a storage on "npu" as a tensor of bytes."""
+    empty = new_tensor((0,), (1,), torch.uint8)
+    resize(empty, (storage.nbytes(),), (1,), storage)
+    return empty
 
 
 def grow(tensor: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from npu_iree.errors import DeviceError, NpuIreeError
 from npu_iree.timeline import Timepoint
-from npu_iree.torch_device.current import device
+from npu_iree.torch_device.current import Which, device, index_of
 
 
 class Event:
@@ -64,8 +64,8 @@ class Stream:
     orders calls, and events where that is not enough. In a `with` block, it is current.
     """
 
-    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
-        self.device_index = 0
+    def __init__(self, device: Which = None, priority: int = 0, **kwargs: Any) -> None:
+        self.device_index = index_of(device)
         self._points: tuple[Timepoint, ...] = ()
 
     def __enter__(self) -> Stream:
@@ -117,8 +117,9 @@ _DEFAULT = Stream()
 _CURRENT = threading.local()
 
 
-def current_stream(device: Any = None) -> Stream:
+def current_stream(device: Which = None) -> Stream:
     """Return the stream that calls of this thread are submitted to."""
+    index_of(device)
     return getattr(_CURRENT, "stream", _DEFAULT)
 
 
@@ -126,8 +127,9 @@ def _order_of_thread() -> Sequence[Timepoint]:
     return current_stream().points()
 
 
-def default_stream(device: Any = None) -> Stream:
+def default_stream(device: Which = None) -> Stream:
     """Return the stream that is current where no other one is."""
+    index_of(device)
     return _DEFAULT
 
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from npu_iree.torch_device.current import check_place, different_devices, is_on_npu
+from npu_iree.torch_device.current import different_devices, index_of, is_on_npu
 from npu_iree.torch_device.fetch import on_host
-from npu_iree.torch_device.host import tell
+from npu_iree.torch_device.host import put_into, tell
 from npu_iree.torch_device.kernels import NoKernelError
 from npu_iree.torch_device.moves import convert, order_for_writing, write
 from npu_iree.torch_device.overlaps import check_overlap, check_places
-from npu_iree.torch_device.put import put_dense
 from npu_iree.torch_device.ranges import arange_out
 from npu_iree.torch_device.storage import (
     contiguous_strides,
     dense_order,
+    fill_unset,
     grow,
     is_lazy,
     new_tensor,
@@ -67,20 +66,9 @@ def _unset(
     dtype: torch.dtype | None,
     device: torch.device | None,
 ) -> Tensor:
-    """Return memory with anything in it; in deterministic mode, with what shows that it was read.
-
-    Source: `torch.utils.deterministic.fill_uninitialized_memory`, and the values that it names.
-    """
-    check_place(device)
+    index_of(device)
     made = new_tensor(shape, strides, dtype or torch.get_default_dtype())
-    if (
-        torch.are_deterministic_algorithms_enabled()
-        and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
-    ):
-        if made.is_floating_point() or made.is_complex():
-            made.fill_(math.nan)
-        else:
-            made.fill_(1 if made.dtype is torch.bool else torch.iinfo(made.dtype).max)
+    fill_unset(made)
     return made
 
 
@@ -93,7 +81,7 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
     if is_on_npu(source):
         _copy_within(source, target)
     else:
-        _put_into(source, target)
+        put_into(source, target)
     return target
 
 
@@ -102,17 +90,6 @@ def _host_value(tensor: Tensor) -> Tensor:
     (host,) = on_host([tensor], "the CPU")
     host = torch._conj(host) if tensor.is_conj() else host
     return torch._neg_view(host) if tensor.is_neg() else host
-
-
-def _put_into(source: Tensor, target: Tensor) -> None:
-    order = order_for_writing(target)
-    value = source.detach().expand(target.shape).to(target.dtype)
-    value = value.conj() if target.is_conj() else value
-    value = value.neg() if target.is_neg() else value
-    ours = value.resolve_conj().resolve_neg()
-    stored = ours.permute(order).contiguous()
-    is_ours = stored.untyped_storage()._cdata != source.untyped_storage()._cdata
-    write(target, put_dense(stored, "a CPU tensor", is_ours=is_ours), order)
 
 
 def _copy_within(source: Tensor, target: Tensor) -> None:
@@ -131,7 +108,7 @@ def _copy_within(source: Tensor, target: Tensor) -> None:
 
 def _copy_on_host(source: Tensor, target: Tensor, reason: str) -> None:
     tell(aten.copy_.default, reason)
-    _put_into(_host_value(source), target)
+    put_into(_host_value(source), target)
 
 
 def _to_copy(
@@ -145,6 +122,8 @@ def _to_copy(
     memory_format: torch.memory_format | None = None,
 ) -> Tensor:
     """Copy to another dtype or device; PyTorch's own would ask for pinned memory to copy to."""
+    if torch.nn.parameter.is_lazy(source):  # its class forbids what is asked of tensors
+        source = source.data
     shape = tuple(source.shape)
     strides = source.stride()
     if memory_format not in (None, torch.preserve_format) or dense_order(shape, strides) is None:
@@ -212,6 +191,12 @@ def _set(op: Any) -> Callable[..., Any]:
     return set_
 
 
+def _set_nothing(tensor: Tensor) -> Tensor:
+    empty = new_tensor((0,), (1,), tensor.dtype)
+    resize(tensor, (0,), (1,), empty.untyped_storage())
+    return tensor
+
+
 def _native_batch_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -266,7 +251,7 @@ def _draw(op: Any) -> Callable[..., Any]:
     def draw(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layout = tensor.shape, tensor.stride()
         host = torch.empty_strided(*layout, dtype=tensor.dtype, device="cpu")
-        _put_into(op(host, *args, **kwargs), tensor)
+        put_into(op(host, *args, **kwargs), tensor)
         return tensor
 
     return draw
@@ -313,7 +298,7 @@ OWN: dict[str, Callable[..., Any]] = {
     "set_.source_Storage": _set(aten.set_.source_Storage),
     "set_.source_Storage_storage_offset": _set(aten.set_.source_Storage_storage_offset),
     "set_.source_Tensor": _set(aten.set_.source_Tensor),
-    "set_": _set(aten.set_.default),
+    "set_": _set_nothing,
     "native_batch_norm": _native_batch_norm,
     "_native_batch_norm_legit": _native_batch_norm_legit,
     "native_dropout": _native_dropout,

@@ -212,6 +212,12 @@ def test_host_ops_write_to_what_they_are_given() -> None:
         assert indices.tolist() == [2, 1]
 
 
+def test_host_ops_know_nothing_of_the_autocast_of_the_cpu() -> None:
+    a = torch.randn(5, 4).to(NPU)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.linalg.pinv(a).dtype is torch.float32
+
+
 def test_host_ops_may_write_to_what_they_read() -> None:
     x = torch.rand(4) + 1
     a = x.to(NPU)

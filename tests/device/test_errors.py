@@ -286,3 +286,9 @@ def test_padded_batches_have_no_nested_form_on_the_device() -> None:
     torch.testing.assert_close(found[~is_padding], expected[~is_padding], rtol=1e-4, atol=1e-5)
     with pytest.raises(NotImplementedError, match="the device has no nested tensors"):
         torch._nested_tensor_from_mask(x.to("npu"), ~is_padding.to("npu"))
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation:UserWarning")
+def test_quantized_tensors_are_refused_in_words() -> None:
+    with pytest.raises(NotImplementedError, match="npu has no quantized tensors"):
+        torch.quantize_per_tensor(torch.ones(4, device=NPU), 0.1, 0, torch.quint8)

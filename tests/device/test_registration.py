@@ -56,6 +56,10 @@ def test_storages_are_made_on_the_device() -> None:
     view = torch.empty(0, device=NPU).set_(empty)
     view.fill_(3)
     assert view.tolist() == [3, 3, 3]
+    empty.resize_(16)
+    assert (empty.nbytes(), view.tolist()) == (16, [3, 3, 3])
+    with pytest.raises(RuntimeError, match="only grows: 16 bytes cannot become 0"):
+        empty.resize_(0)
     assert torch.UntypedStorage([1, 2, 3], device="npu:0").cpu().tolist() == [1, 2, 3]
     with pytest.raises(RuntimeError, match="cannot be swapped in place"):
         empty.byteswap(torch.float32)

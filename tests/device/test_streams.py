@@ -108,6 +108,13 @@ def test_events_that_would_measure_time_are_refused() -> None:
         torch.npu.Event(enable_timing=True)
 
 
+def test_streams_are_those_of_the_one_device_and_may_be_recorded() -> None:
+    torch.ones(3, device=NPU).record_stream(torch.npu.Stream("npu:0"))
+    for ask in (torch.npu.Stream, torch.npu.current_stream, torch.npu.default_stream):
+        with pytest.raises(RuntimeError, match="there is one device, npu:0; npu:1 is no such"):
+            ask(device="npu:1")
+
+
 def test_a_copy_to_the_host_comes_after_the_event(gate: Gate) -> None:
     a = torch.ones(3, device=NPU)
     stream = torch.npu.Stream()

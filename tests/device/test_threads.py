@@ -6,10 +6,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
 
 import pytest
 import torch
 
+from npu_iree.array import DeviceArray
+from npu_iree.torch_device import storage
 from tolerances import assert_same
 
 NPU = "npu"
@@ -33,6 +36,23 @@ def test_rows_that_several_threads_write_to_are_all_written() -> None:
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(add, range(6)))
     assert x[:, 0].tolist() == [20] * 6
+
+
+def test_a_reader_of_memory_that_nobody_set_does_not_undo_a_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, allocate = torch.empty(4, device=NPU), storage.allocate
+    writer = Thread(target=lambda: x.copy_(torch.ones(4)))
+
+    def allocate_slowly(nbytes: int) -> DeviceArray:
+        writer.start()
+        writer.join(timeout=0.1)
+        return allocate(nbytes)
+
+    monkeypatch.setattr(storage, "allocate", allocate_slowly)
+    storage.handle_of(x)
+    writer.join()
+    assert x.tolist() == [1] * 4
 
 
 @pytest.mark.parametrize("columns", [2, 200], ids=["on their threads", "queued"])
