@@ -29,13 +29,7 @@ from npu_iree.torch_device.calls import (
     order_for_reading,
     scan,
 )
-from npu_iree.torch_device.current import (
-    NAME,
-    different_devices,
-    frames,
-    index_of,
-    is_on_npu,
-)
+from npu_iree.torch_device.current import NAME, different_devices, frames, index_of, is_on_npu
 from npu_iree.torch_device.forms import FORMS, STATIC, Form
 from npu_iree.torch_device.host import run_on_host
 from npu_iree.torch_device.kept import Kept
