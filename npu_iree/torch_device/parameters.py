@@ -8,6 +8,7 @@ optimizers know them, and their classes, attributes and hooks stay.
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -61,9 +62,9 @@ class _Move:
 
     def _check(self, source: torch.device, target: torch.device) -> None:
         _let_go_of_weights(self._module)
-        parameters = self._module.named_parameters(recurse=self._recurse)
-        held = [name for name, p in parameters if p.device == source and _is_held(p)]
-        if held:
+        if self._held(source):
+            gc.collect()  # results in reference cycles
+        if held := self._held(source):
             more = f" and {len(held) - 1} others" if len(held) > 1 else ""
             raise RuntimeError(
                 f"the module cannot move to {target} now, and has not: something else holds its "
@@ -71,6 +72,10 @@ class _Move:
                 "Drop that result (`del out`) or run its backward pass first, or compute it under "
                 "torch.no_grad()"
             )
+
+    def _held(self, source: torch.device) -> list[str]:
+        parameters = self._module.named_parameters(recurse=self._recurse)
+        return [name for name, p in parameters if p.device == source and _is_held(p)]
 
 
 def _let_go_of_weights(module: torch.nn.Module) -> None:

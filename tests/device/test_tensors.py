@@ -295,23 +295,16 @@ def test_autocast_computes_products_in_bf16_and_sums_in_f32() -> None:
         assert product.dtype is torch.bfloat16
         assert torch.softmax(product, -1).dtype is torch.float32
         assert (product + 1).dtype is torch.bfloat16
-        halves = (product, product[0].clone())
         for op in IN_FULL:
-            assert op(*halves).dtype is torch.float32
-        assert torch.linalg.vecdot(a, a).dtype is torch.bfloat16
+            assert op(product).dtype is torch.float32
     assert (a @ a).dtype is torch.float32
 
 
-IN_FULL: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
-    lambda x, row: F.rms_norm(x, (4,)),
-    lambda x, row: torch.native_layer_norm(x, (4,), None, None, 1e-5)[0],
-    lambda x, row: torch.linalg.vector_norm(x),
-    lambda x, row: x.norm(dim=0),
-    lambda x, row: torch.prod(x, 0),
-    lambda x, row: torch.pow(2.0, row),
-    lambda x, row: torch.cdist(x, x),
-    lambda x, row: F.soft_margin_loss(x, x),
-    lambda x, row: F.interpolate(x[None, None], scale_factor=2.0),
+IN_FULL: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda x: F.rms_norm(x, (4,)),
+    lambda x: torch.linalg.vector_norm(x),
+    lambda x: torch.prod(x, 0),
+    lambda x: torch.pow(2.0, x),
 ]
 
 
