@@ -178,7 +178,7 @@ def test_a_candidate_that_hangs_is_given_up(compile_function: Callable[..., Runn
 def test_what_came_in_one_piece_is_read_before_the_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     says = 'import os, time; os.write(1, b\'{"a": 1}\\n{"b": 2}\\n{"c"\'); time.sleep(60)'
     monkeypatch.setattr(tuning, "own_python", lambda *_: [sys.executable, "-c", says])
-    assert list(tuning._answers(Path(), [], 0, silence_s=2)) == [{"a": 1}, {"b": 2}, {}]
+    assert list(tuning._answers(Path(), [], 0, silence_s=8)) == [{"a": 1}, {"b": 2}, {}]
 
 
 def test_results_that_tell_nothing_choose_nothing(compile_function: Callable[..., Runner]) -> None:
