@@ -169,9 +169,12 @@ def stored_tensors(exports: Sequence[Export]) -> dict[str, torch.Tensor]:
                     f"parameter {name} is another tensor in entry point {export.name!r} than in "
                     "the ones before it; entry points of one artifact share their parameters"
                 )
-    # Not a tensor of that name in an entry point where it is stored under another one.
-    stored = [(n, e.tensors[n]) for e in exports for n, first in e.stored.items() if n == first]
-    return {**{n: known[n] for e in exports for n in e.stored.values()}, **dict(reversed(stored))}
+    found: dict[str, torch.Tensor] = {}
+    for export in exports:
+        for name, stored in export.stored.items():
+            if name == stored:  # not where a tensor of that name is stored under another one
+                found.setdefault(name, export.tensors[name])
+    return found
 
 
 def _parameters(

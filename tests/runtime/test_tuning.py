@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -175,10 +176,24 @@ def test_a_candidate_that_hangs_is_given_up(compile_function: Callable[..., Runn
     assert not any(trial.wins(noise) for trial in trials.values())
 
 
+class _OnePiece:
+    """Waits for the first piece as long as it takes; then there is silence at once."""
+
+    def __init__(self, poll: Callable[[], Any] = select.poll) -> None:
+        self._poll = poll()
+        self.register = self._poll.register
+        self._came = False
+
+    def poll(self, timeout_ms: float) -> list[tuple[int, int]]:
+        came, self._came = self._came, True
+        return [] if came else self._poll.poll()
+
+
 def test_what_came_in_one_piece_is_read_before_the_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    says = 'import os, time; os.write(1, b\'{"a": 1}\\n{"b": 2}\\n{"c"\'); time.sleep(60)'
+    says = 'import os, signal; os.write(1, b\'{"a": 1}\\n{"b": 2}\\n{"c"\'); signal.pause()'
     monkeypatch.setattr(tuning, "own_python", lambda *_: [sys.executable, "-c", says])
-    assert list(tuning._answers(Path(), [], 0, silence_s=8)) == [{"a": 1}, {"b": 2}, {}]
+    monkeypatch.setattr(tuning.select, "poll", _OnePiece)
+    assert list(tuning._answers(Path(), [], 0, silence_s=60)) == [{"a": 1}, {"b": 2}, {}]
 
 
 def test_results_that_tell_nothing_choose_nothing(compile_function: Callable[..., Runner]) -> None:
