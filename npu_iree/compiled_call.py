@@ -30,3 +30,10 @@ def wrapper_locals() -> Mapping[str, Any] | None:
 def is_wrapper(code: CodeType) -> bool:
     """Say whether a frame is that of a compiled function's wrapper."""
     return code.co_name == _WRAPPER and code.co_filename == eval_frame.__file__
+
+
+def is_compiled_function(function: object) -> bool:
+    """Say whether a function or module is what `torch.compile` made of another."""
+    return isinstance(function, eval_frame.OptimizedModule) or hasattr(
+        function, "_torchdynamo_orig_callable"
+    )

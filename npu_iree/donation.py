@@ -150,7 +150,10 @@ def _refuse_input(name: str, value: torch.Tensor, arguments: Mapping[str, Any]) 
     if isinstance(value, torch.nn.Parameter):
         raise refused(name, "it is a parameter, which its module goes on to use")
     if not is_on_npu(value):
-        raise refused(name, f"it is on {value.device}, and what a call can take over is on npu")
+        raise OptionError(
+            f"cannot donate {name!r}: it is on {value.device}, and a call takes over only what is "
+            "on npu. Move it with .to('npu'), or take it out of the option 'donate'"
+        )
     if value.requires_grad:
         raise refused(name, "it requires grad, so a backward pass may read it")
     if sum(leaf is value for leaf in pytree.tree_leaves(dict(arguments))) > 1:

@@ -100,9 +100,7 @@ class DeviceError(NpuIreeError):
         self.region = region
         self.ops = tuple(ops)
         self.cause = cause
-        shown = "".join(f"\n    {op}" for op in self.ops[:8])
-        more = f"\n    ... and {len(self.ops) - 8} more ops" if len(self.ops) > 8 else ""
-        computes = f"\n  it computes:{shown}{more}" if self.ops else ""
+        computes = f"\n  it computes:{_shown(self.ops)}" if self.ops else ""
         super().__init__(f"{region} failed on the device: {cause}{computes}")
 
 
@@ -118,7 +116,10 @@ class BadValueError(DeviceError, RuntimeError):
         return _CHECK_ERRORS[check.kind](region, ops, check.text)
 
     def __str__(self) -> str:
-        return f"{self.cause} (found by {self.region} on the device)"
+        lines = [op.partition(" at ")[2] for op in self.ops]
+        is_told = any(line and line in self.cause for line in lines)
+        shown = "" if is_told else _shown(self.ops)
+        return f"{self.cause} (found by {self.region} on the device){shown}"
 
 
 class IndexOutOfRangeError(BadValueError, IndexError):
@@ -138,6 +139,11 @@ class DeviceTimeoutError(NpuIreeError, TimeoutError):
 
 class DonatedTensorError(NpuIreeError, RuntimeError):
     """A tensor is used after a call has taken its memory over."""
+
+
+def _shown(ops: Sequence[str]) -> str:
+    more = [f"... and {len(ops) - 8} more ops"] if len(ops) > 8 else []
+    return "".join(f"\n    {op}" for op in (*ops[:8], *more))
 
 
 # What a region's checks find (`lowering.signature.Check.kind`) -> the error.

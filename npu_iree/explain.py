@@ -16,7 +16,8 @@ from lowering.plan import Gather, Plan, Put
 from lowering.region import Region
 from npu_iree.aot import aot_backend
 from npu_iree.backend import Source, aot_graph
-from npu_iree.errors import EagerOnlyError
+from npu_iree.compiled_call import is_compiled_function
+from npu_iree.errors import EagerOnlyError, OptionError
 from npu_iree.options import Options
 from npu_iree.targets import Target
 from npu_iree.toolchain import compiler_for
@@ -118,8 +119,14 @@ def explain(
         kwargs: its keyword arguments.
 
     Raises:
-        OptionError: an option does not exist or has a bad value.
+        OptionError: an option does not exist or has a bad value, or the model is what
+            `torch.compile` gave, whose options would not be looked at.
     """
+    if is_compiled_function(model):
+        raise OptionError(
+            "explain takes the model itself, not what torch.compile made of it; give the options "
+            "that torch.compile was given as options={...}"
+        )
     asked = {**(options or {}), "fallback": "host"}
     Options.parse(asked)
     found = Explanation()

@@ -8,7 +8,7 @@ from typing import Any
 from lowering.signature import Signature
 from npu_iree.device import Device
 from npu_iree.errors import BadValueError, DeviceError
-from npu_iree.timeline import NOW, Timepoint, Work
+from npu_iree.timeline import NO_WAIT, Timepoint, Work
 from npu_iree.transfers import Transfer, is_watched, record
 
 
@@ -18,16 +18,14 @@ class FailedCheck:
     Args:
         device: where it ran.
         view: of the number that says so.
-        work: what the call was.
         signature: says what the number means.
     """
 
-    __slots__ = ("_copy", "_device", "_signature", "_view", "_work", "is_at_hand")
+    __slots__ = ("_copy", "_device", "_signature", "_view", "is_at_hand")
 
-    def __init__(self, device: Device, view: Any, work: Work, signature: Signature) -> None:
+    def __init__(self, device: Device, view: Any, signature: Signature) -> None:
         self._device = device
         self._view = view
-        self._work = work
         self._signature = signature
         self._copy: tuple[Any, Timepoint] | None = None
         self.is_at_hand = device.crossing_mode == "aliased"
@@ -36,15 +34,15 @@ class FailedCheck:
         """Have it copied from the device (see `Finding`)."""
         if self._copy is None:
             if is_watched():
-                record(Transfer("d2h", "staged", self._view.byte_length, "checks", self._work.name))
+                record(Transfer("d2h", "staged", self._view.byte_length, "checks", ready.work.name))
             (view,), (point,) = self._device.memory.fetch([self._view], [ready])
             self._copy = view, point
 
-    def error(self) -> DeviceError | None:
+    def error(self, work: Work) -> DeviceError | None:
         """Read it (see `Finding`)."""
         view = self._view
         if not self.is_at_hand:
-            self.copy(NOW)
+            self.copy(Timepoint(NO_WAIT, work))
             assert self._copy is not None
             view, copied = self._copy
             try:
@@ -52,4 +50,4 @@ class FailedCheck:
             except DeviceError as error:
                 return error
         check = self._signature.failed(int.from_bytes(view.map(), sys.byteorder))
-        return None if check is None else BadValueError.of(check, self._work.name, self._work.ops)
+        return None if check is None else BadValueError.of(check, work.name, work.ops)

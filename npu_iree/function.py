@@ -168,7 +168,7 @@ class Function:
         if not self._signature.checks:
             return None
         failed = results.get_as_object(len(self._outputs), _View)
-        return FailedCheck(self._device, failed, self.work, self._signature)
+        return FailedCheck(self._device, failed, self._signature)
 
     def run_here(self, inputs: Any) -> list[Any] | None:
         """Run a small call on the calling thread; returns the results' buffer views.

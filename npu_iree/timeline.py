@@ -45,7 +45,7 @@ class Finding(Protocol):
     def copy(self, ready: Timepoint) -> None:
         """Have it copied from the device when the work has ended, which somebody will wait for."""
 
-    def error(self) -> DeviceError | None:
+    def error(self, work: Work) -> DeviceError | None:
         """Read it: None, if all was right."""
 
 
@@ -92,6 +92,13 @@ class Timepoint:
             return bool(self.fence.wait(timeout=0)) and self._has_ended(may_copy=False)
         except RuntimeError:
             return False
+
+    def name(self, work: Work) -> None:
+        """Say better what the work is, in what it may have found already, too."""
+        self.work = work
+        error = self._error
+        if error is not None and all(before._error is not error for before in self._after):
+            error.ops = work.ops
 
     def copy_finding(self) -> None:
         """Have what the work finds on its way to the host: one is about to wait for the work."""
@@ -194,7 +201,7 @@ class Timepoint:
         if error is None and (finding := self._finding) is not None:
             if not (finding.is_at_hand or may_copy):
                 return False
-            error = finding.error()
+            error = finding.error(self.work)
         if error is not None:  # and what is before it stays known: other threads may look now
             self._error = error
         else:

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch.export import ExportedProgram
 
+from lowering.abi import ENTRY
 from lowering.cache import write_atomically
 from lowering.compiler import Compiler
 from lowering.cpu import CPU_FLAG, THIS_CPU
@@ -96,14 +97,15 @@ class BuildOptions:
 
 
 def write_artifact(
-    programs: Mapping[str, ExportedProgram],
+    programs: ExportedProgram | Mapping[str, ExportedProgram],
     path: str | os.PathLike[str],
     options: BuildOptions = BuildOptions(),
 ) -> Manifest:
     """Compile exported programs into one artifact that `npu_iree.load` loads.
 
     Args:
-        programs: by the name of their entry point; parameters of one name are shared.
+        programs: by the name of their entry point, or one of them, whose is `main`; parameters of
+            one name are shared.
         path: where to write it, `model.vmfb`; split parameters go to `model.irpa` or
             `model.safetensors` beside it. Nothing is there unless all of it is.
         options: how.
@@ -112,13 +114,14 @@ def write_artifact(
         What the artifact says of itself.
 
     Raises:
-        ExportError: the programs cannot be one artifact.
+        ExportError: they are no exported programs, or cannot be one artifact.
         UnsupportedOpError: the target cannot run some ops; lists them all.
         StageError: the compiler refused the program.
         ArtifactError: nothing can be written there, or it would be written over parameters that
             are of no such artifact.
     """
     options.check()
+    programs = _by_name(programs)
     path, compiler = Path(path), options.compiler
     if path.is_dir() or path.suffix == f".{options.params}":
         raise ArtifactError(path, "it cannot be written: call it something.vmfb")
@@ -149,6 +152,19 @@ def write_artifact(
     manifest = replace(made.manifest, source=dict(options.source))
     write_files(path, pack(made.module, manifest), manifest.parameter_file, made.tensors)
     return manifest
+
+
+def _by_name(
+    programs: ExportedProgram | Mapping[str, ExportedProgram],
+) -> Mapping[str, ExportedProgram]:
+    found = programs if isinstance(programs, Mapping) else {ENTRY: programs}
+    for name, program in found.items():
+        if not isinstance(program, ExportedProgram):
+            raise ExportError(
+                f"{name!r} is of {type(program).__name__}, not a torch.export.ExportedProgram: "
+                "torch.export.export(model, args) makes one"
+            )
+    return found
 
 
 def _check_replaced(artifact: Path, beside: Path, tensors: Mapping[str, torch.Tensor]) -> None:

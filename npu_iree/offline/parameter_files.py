@@ -83,11 +83,14 @@ def save_parameters(tensors: Mapping[str, torch.Tensor], path: str | os.PathLike
             whole or, if this fails, as it was.
 
     Raises:
-        ArtifactError: it cannot be written, or has another ending.
+        ArtifactError: it cannot be written, has another ending, or one of them is no tensor.
     """
     path = Path(path)
     if path.suffix not in _FORMATS:
         raise ArtifactError(path, f"parameters are written as {' or '.join(_FORMATS)}")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ArtifactError(path, f"{name!r} is no tensor but of {type(tensor).__name__}")
     dense = {name: _dense(tensor) for name, tensor in _once(tensors).items()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

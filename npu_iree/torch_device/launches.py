@@ -30,5 +30,5 @@ class Launch(Work):
 def launched(arrays: list[DeviceArray], place: Place) -> Sequence[DeviceArray]:
     """Let the handles of a call know where it was launched from."""
     for array in arrays[:1]:  # they share their point in time
-        array.ready.work = Launch(array.ready.work.name, place)
+        array.ready.name(Launch(array.ready.work.name, place))
     return arrays

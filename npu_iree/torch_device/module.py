@@ -142,7 +142,13 @@ def memory_summary(device: Which = None) -> str:
 
 
 def set_memory_limit(nbytes: int | None) -> None:
-    """Let handles hold at most so many bytes (None: any); beyond is `torch.OutOfMemoryError`."""
+    """Let handles hold at most so many bytes (None: any); beyond is `torch.OutOfMemoryError`.
+
+    Raises:
+        OptionError: it is no number of bytes.
+    """
+    if nbytes is not None and (not isinstance(nbytes, int) or nbytes < 0):
+        raise OptionError(f"a memory limit is a number of bytes, or None for any, not {nbytes!r}")
     account.ACCOUNT.limit = nbytes
 
 

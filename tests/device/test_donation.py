@@ -248,7 +248,7 @@ def writes(x: torch.Tensor) -> torch.Tensor:
     [
         (scaled, lambda a: (nn.Parameter(a), a * 2), "'x': it is a parameter"),
         (scaled, lambda a: (a.requires_grad_(), a), "'x': it requires grad"),
-        (scaled, lambda a: (torch.ones(4, 8), torch.ones(8)), "'x': it is on cpu"),
+        (scaled, lambda a: (torch.ones(4, 8), torch.ones(8)), r"'x': it is on cpu, .* Move it"),
         (scaled, lambda a: (a, a), "'x': it is also another argument"),
         (scaled, lambda a: (a, a[0]), "'x': it shares its memory with another argument"),
         (returns_a_view, lambda a: (a,), "'x': a result of the function shares its memory"),

@@ -21,6 +21,7 @@ from models.small import Net, SmallModel, compiled
 from npu_iree.errors import TargetError
 from npu_iree.offline import build
 from npu_iree.offline.build import BuildOptions, write_artifact
+from npu_iree.offline.parameter_files import save_parameters
 from npu_iree.offline.sources import load_examples
 from npu_iree.offline.verify import compare_results
 
@@ -499,6 +500,17 @@ def test_parameters_of_others_are_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(npu_iree.ArtifactError, match="was not written with it"):
         compiled({"main": model}, path, options)
     assert theirs.read_bytes() == before
+
+
+def test_what_is_no_exported_program_is_refused(tmp_path: Path) -> None:
+    path, model = tmp_path / "model.vmfb", torch.nn.Linear(2, 2)
+    with pytest.raises(ExportError, match=r"'main' is of Linear, not a torch\.export"):
+        write_artifact(model, path)  # type: ignore[arg-type]
+    with pytest.raises(ExportError, match="'f' is of Linear"):
+        write_artifact({"f": model}, path)  # type: ignore[dict-item]
+    with pytest.raises(npu_iree.ArtifactError, match="'w' is no tensor but of int"):
+        save_parameters({"w": 3}, path.with_suffix(".irpa"))  # type: ignore[dict-item]
+    assert not [*tmp_path.iterdir()]
 
 
 def test_gradients_are_no_artifact(tmp_path: Path) -> None:

@@ -524,7 +524,9 @@ def test_a_weight_that_was_refused_and_is_corrected_is_bound() -> None:
 def test_explain_knows_what_is_bound() -> None:
     with torch.no_grad():
         explained = npu_iree.explain(torch.nn.Linear(8, 8), torch.randn(4, 8))
-    assert explained.graphs[0].transfers == [("h2d", "args_0"), ("d2h", "add")]
+        assert explained.graphs[0].transfers == [("h2d", "args_0"), ("d2h", "add")]
+        with pytest.raises(npu_iree.OptionError, match="explain takes the model itself"):
+            npu_iree.explain(torch.compile(torch.relu, backend="npu_iree"), torch.ones(2))
 
 
 def test_a_fake_tensor_is_an_error_and_no_crash() -> None:
