@@ -10,11 +10,18 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from either import LOCAL_FIRST
 from lowering.capture import capture_aot
 from lowering.decompositions import decomposition_table
 from npu_iree.aot_graph import compile_graph
 from npu_iree.options import Options
 from npu_iree.runner import Runner
+
+
+@pytest.fixture(params=LOCAL_FIRST)
+def any_target(request: pytest.FixtureRequest) -> str:
+    """A target, where it does not matter whose memory it has."""
+    return str(request.param)
 
 
 @pytest.fixture

@@ -104,16 +104,17 @@ def test_a_change_shows_in_the_next_call_without_a_recompile(
     inputs: tuple[torch.Tensor, torch.Tensor],
     change: Callable[[TwoLayers], None],
     target: str,
-    cold_counts: Counter[str],
+    counts: Counter[str],
 ) -> None:
     """After a first call, and after several, which look at the weights while the device works."""
     compiled = torch.compile(model, backend="npu_iree", options={"target": target})
     assert_same(compiled(*inputs), model(*inputs))
+    before = counts["graphs"], counts["compiles"]
     for _ in range(2):
         change(model)
         for _ in range(3):
             assert_same(compiled(*inputs), model(*inputs))
-    assert cold_counts["compiles"] == 1
+    assert (counts["graphs"], counts["compiles"]) == before
 
 
 class Narrow(torch.nn.Module):
@@ -131,9 +132,9 @@ class Narrow(torch.nn.Module):
 
 
 @torch.no_grad()
-def test_a_change_of_a_weight_with_dimensions_of_size_1_shows(target: str) -> None:
+def test_a_change_of_a_weight_with_dimensions_of_size_1_shows(any_target: str) -> None:
     model, inputs = Narrow().eval(), (torch.randn(2, 5, 8), torch.randn(1, 3, 4, 4))
-    compiled = torch.compile(model, backend="npu_iree", options={"target": target})
+    compiled = torch.compile(model, backend="npu_iree", options={"target": any_target})
     assert_same(compiled(*inputs), model(*inputs))
     for parameter in model.parameters():
         parameter.mul_(2)
@@ -167,10 +168,10 @@ class Summing(torch.nn.Module):
 
 
 @torch.no_grad()
-def test_a_change_shows_once_in_what_is_written_in_place(target: str) -> None:
+def test_a_change_shows_once_in_what_is_written_in_place(any_target: str) -> None:
     model, x, rows = Summing().eval(), torch.randn(100, 64), torch.randperm(512)[:100]
     sums, expected = torch.zeros(512, 64), torch.zeros(512, 64)
-    compiled = torch.compile(model, backend="npu_iree", options={"target": target})
+    compiled = torch.compile(model, backend="npu_iree", options={"target": any_target})
     for i in range(6):
         if i in (1, 4):
             model.layer.weight.mul_(2)
@@ -199,9 +200,9 @@ class Alike(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.convolutions = torch.nn.ModuleList(torch.nn.Conv2d(16, 16, 3) for _ in range(3))
-        self.norms = torch.nn.ModuleList(torch.nn.BatchNorm2d(16) for _ in range(3))
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(3))
+        self.convolutions = torch.nn.ModuleList(torch.nn.Conv2d(16, 16, 3) for _ in range(2))
+        self.norms = torch.nn.ModuleList(torch.nn.BatchNorm2d(16) for _ in range(2))
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for convolution, norm in zip(self.convolutions, self.norms, strict=True):
@@ -213,14 +214,14 @@ class Alike(torch.nn.Module):
 
 
 def test_each_of_many_alike_is_bound_where_it_belongs(
-    target: str, cold_counts: Counter[str]
+    any_target: str, cold_counts: Counter[str]
 ) -> None:
     model, x = Alike().eval(), torch.randn(2, 16, 9, 9)
-    compiled = torch.compile(model, backend="npu_iree", options={"target": target})
+    compiled = torch.compile(model, backend="npu_iree", options={"target": any_target})
     with torch.no_grad():
         assert_same(compiled(x), model(x))
         names = [n for n, t in model.state_dict().items() if t.is_floating_point()]
-        assert len(names) == 3 * (2 + 4 + 2)
+        assert len(names) == 2 * (2 + 4 + 2)
         for is_first, name in itertools.product((True, False), names):
             model.state_dict()[name].mul_(0.5).add_(0.25)
             with npu_iree.record_transfers() as ledger:
@@ -363,7 +364,7 @@ def test_the_users_aliases_of_a_weight_stay_aliases(
 
 
 @torch.no_grad()
-def test_tied_weights_stay_tied(target: str) -> None:
+def test_tied_weights_stay_tied(any_target: str) -> None:
     class Tied(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -375,7 +376,7 @@ def test_tied_weights_stay_tied(target: str) -> None:
             return self.head(torch.tanh(self.embed(i)))
 
     model, i = Tied(), torch.randint(0, 10, (5,))
-    compiled = torch.compile(model, backend="npu_iree", options={"target": target})
+    compiled = torch.compile(model, backend="npu_iree", options={"target": any_target})
     assert_same(compiled(i), model(i))
     model.head.weight.mul_(3)
     assert_same(compiled(i), model(i))
