@@ -63,7 +63,7 @@ def test_products_of_rows_that_were_split(name: str, dim: int | None, counts: Co
     assert counts["host_ops"] == 0
 
 
-@pytest.mark.parametrize("length", [13, 31])
+@pytest.mark.parametrize("length", [pytest.param(13, marks=pytest.mark.sweep), 31])
 def test_grouped_attention(length: int) -> None:
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -73,8 +73,8 @@ def test_grouped_attention(length: int) -> None:
 
 
 STRIDED = {
-    "2 dimensions": (torch.nn.Conv2d(3, 4, 3, 2, 1), (3, 9, 9)),
     "in groups": (torch.nn.Conv2d(4, 4, 3, 2, 1, groups=2), (4, 8, 8)),
+    "2 dimensions": (torch.nn.Conv2d(3, 4, 3, 2, 1), (3, 9, 9)),
     "transposed": (torch.nn.ConvTranspose2d(3, 4, 3, 2, 1), (3, 5, 5)),
 }
 
@@ -97,7 +97,10 @@ def test_training_of_a_strided_convolution(name: str, counts: Counter[str]) -> N
     assert counts["unsupported_ops"] == 0
 
 
-def test_several_writes_into_one_tensor_of_any_size() -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, pytest.param(torch.float32, marks=pytest.mark.sweep)], ids=str
+)
+def test_several_writes_into_one_tensor_of_any_size(dtype: torch.dtype) -> None:
     def shifted(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = x.new_zeros(x.shape)
         first, second = y.clone(), y.clone()
@@ -107,11 +110,10 @@ def test_several_writes_into_one_tensor_of_any_size() -> None:
         second[:, 2:] = x[:, 2:]
         return y.masked_fill_(y == -100, 1), first + second
 
-    for dtype in (torch.int64, torch.float32):
-        x = torch.arange(3, 29).reshape(2, 13).to(dtype)
-        compiled = torch.compile(shifted, backend="npu_iree", dynamic=True)
-        for part in (x, x[:, :7]):
-            assert_same(compiled(part), shifted(part))
+    x = torch.arange(3, 29).reshape(2, 13).to(dtype)
+    compiled = torch.compile(shifted, backend="npu_iree", dynamic=True)
+    for part in (x, x[:, :7]):
+        assert_same(compiled(part), shifted(part))
 
 
 def test_sizes_that_are_sums_of_many() -> None:
