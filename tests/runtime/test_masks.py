@@ -140,7 +140,7 @@ def planned(program: Program, mask: frozenset[str]) -> tuple[Partition, Plan]:
 @pytest.mark.parametrize(
     "target", [pytest.param("npu-local", marks=pytest.mark.sweep), "npu-virtual"]
 )
-@settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(deadline=None, max_examples=12, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(program=programs(), mask=masks)
 def test_every_mask_gives_eagers_numbers(
     program: Program, mask: frozenset[str], target: str
@@ -166,7 +166,7 @@ def test_each_op_alone_may_be_masked(name: str) -> None:
 
 
 @settings(
-    deadline=None, max_examples=300, suppress_health_check=list(HealthCheck), derandomize=True
+    deadline=None, max_examples=100, suppress_health_check=list(HealthCheck), derandomize=True
 )
 @given(program=programs(), mask=masks)
 def test_every_plan_keeps_the_promises_of_plans(program: Program, mask: frozenset[str]) -> None:
