@@ -154,7 +154,7 @@ def test_an_empty_tensor_of_any_strides_goes_in_and_out(target: str) -> None:
     assert_same(back, empty)
 
 
-def test_one_compile_serves_every_alignment_and_stride(target: str, counts: Counter[str]) -> None:
+def test_one_compile_serves_every_alignment(target: str, counts: Counter[str]) -> None:
     base = data(400)
     compiled = torch.compile(lambda x: x.sin() + x, backend="npu_iree", options={"target": target})
     for offset in range(6):
@@ -163,16 +163,17 @@ def test_one_compile_serves_every_alignment_and_stride(target: str, counts: Coun
     assert counts["graphs"] == 1
 
 
-def test_float64_keeps_digits_that_float32_loses(target: str, counts: Counter[str]) -> None:
+def test_float64_keeps_digits_that_float32_loses(any_target: str, counts: Counter[str]) -> None:
     x = torch.tensor([1 + 2**-40, 1e300, -1e-300, 3.0], dtype=torch.float64)
-    check(lambda x: (x - 1, x * 2, x + 1e-12), lambda: (x.clone(),), target)
-    one = torch.compile(lambda x: x - 1, backend="npu_iree", options={"target": target})(x)
-    assert one[0].item() == 2**-40
+    compiled = check(lambda x: (x - 1, x * 2, x + 1e-12), lambda: (x.clone(),), any_target)
+    assert compiled(x)[0][0].item() == 2**-40
     assert counts["regions"] >= 1
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_nan_inf_and_minus_zero_pass(dtype: torch.dtype, target: str, counts: Counter[str]) -> None:
+def test_nan_inf_and_minus_zero_pass(
+    dtype: torch.dtype, any_target: str, counts: Counter[str]
+) -> None:
     inf = float("inf")
 
     def make() -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,13 +185,13 @@ def test_nan_inf_and_minus_zero_pass(dtype: torch.dtype, target: str, counts: Co
         values = x + y, x * y, torch.maximum(x, y), torch.relu(x), x.clamp(-1, 1), x.round()
         return *values, signs, x == y, x < y, x.isnan(), x.sign(), torch.where(x > 0, x, y), -x
 
-    check(function, make, target)
+    check(function, make, any_target)
     assert counts["regions"] >= 1
 
 
 @pytest.mark.parametrize("dtype", INTS, ids=str)
 def test_integers_wrap_and_round_as_in_eager(
-    dtype: torch.dtype, target: str, counts: Counter[str]
+    dtype: torch.dtype, any_target: str, counts: Counter[str]
 ) -> None:
     low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
 
@@ -203,17 +204,17 @@ def test_integers_wrap_and_round_as_in_eager(
         compared = x < y, torch.maximum(x, y), x.clamp(min=5), x.abs()
         return x + y, x - y, x * y, -x, x & y, x | y, x ^ y, ~x, x % y, *divided, *compared
 
-    check(function, make, target)
+    check(function, make, any_target)
     assert counts["regions"] >= 1
 
 
-def test_integers_beyond_32_bits_stay_exact(target: str, counts: Counter[str]) -> None:
+def test_integers_beyond_32_bits_stay_exact(any_target: str, counts: Counter[str]) -> None:
     x = torch.tensor([2**31, 2**53 + 1, -(2**62) - 1, 2**63 - 1])
-    check(lambda x, n: (x + 1, x * 3, x + n, x.sum()), lambda: (x.clone(), 2**40 + 1), target)
+    check(lambda x, n: (x + 1, x * 3, x + n, x.sum()), lambda: (x.clone(), 2**40 + 1), any_target)
     assert counts["regions"] >= 1
 
 
-def test_mixed_dtypes_promote_as_in_eager(target: str, counts: Counter[str]) -> None:
+def test_mixed_dtypes_promote_as_in_eager(any_target: str, counts: Counter[str]) -> None:
     def make() -> tuple[torch.Tensor, ...]:
         return tuple(data(4, dtype=t) for t in DTYPES[:-1])
 
@@ -221,15 +222,15 @@ def test_mixed_dtypes_promote_as_in_eager(target: str, counts: Counter[str]) -> 
         zero_d = tensors[3][0]
         return [a + b for a in tensors for b in tensors[:5]] + [t * zero_d for t in tensors]
 
-    check(function, make, target)
+    check(function, make, any_target)
     assert counts["regions"] >= 1
 
 
-def test_bool_logic_passes(target: str, counts: Counter[str]) -> None:
+def test_bool_logic_passes(any_target: str, counts: Counter[str]) -> None:
     def function(x: torch.Tensor, y: torch.Tensor) -> Any:
         return x & y, x | y, x ^ y, ~x, x.any(), x.all(), x.sum(), x + y, x * y, x == y, x.any(0)
 
-    check(function, lambda: (data(3, 5, dtype=torch.bool), data(5, dtype=torch.bool)), target)
+    check(function, lambda: (data(3, 5, dtype=torch.bool), data(5, dtype=torch.bool)), any_target)
     assert counts["regions"] >= 1
 
 
@@ -251,7 +252,16 @@ def test_large_tensors_pass(target: str, counts: Counter[str]) -> None:
     assert counts["regions"] == 1
 
 
-@pytest.mark.parametrize("dynamic", [False, True, None])
+@pytest.mark.parametrize(
+    ("dynamic", "target"),
+    [
+        (None, "npu-local"),
+        (True, "npu-virtual"),
+        pytest.param(False, "npu-local", marks=pytest.mark.sweep),
+        pytest.param(True, "npu-local", marks=pytest.mark.sweep),
+        pytest.param(None, "npu-virtual", marks=pytest.mark.sweep),
+    ],
+)
 def test_python_scalars_may_change_between_calls(dynamic: bool | None, target: str) -> None:
     def function(x: torch.Tensor, n: int, f: float, flag: bool) -> Any:
         return x * f + n, n, f, flag, x.double() * f, (x if flag else -x) * 2, n + 1, f * 2
@@ -263,23 +273,22 @@ def test_python_scalars_may_change_between_calls(dynamic: bool | None, target: s
         (3, 1e-3, True),
         (0, -0.0, False),
         (-7, 1e30, True),
-        (1, 0.7, False),
     ]:
         args = data(3, 4), n, f, flag
         assert_same(compiled(*args), function(*args))
 
 
-def test_a_function_of_numbers_alone_passes(target: str) -> None:
+def test_a_function_of_numbers_alone_passes(any_target: str) -> None:
     compiled = torch.compile(
         lambda n: (torch.arange(n) * 2 + 1, torch.full((2,), n) + 1, n), backend="npu_iree",
-        options={"target": target}, dynamic=True,
+        options={"target": any_target}, dynamic=True,
     )  # fmt: skip
-    for n in (3, 5, 0, 1):
+    for n in (3, 5, 0):
         assert_same(compiled(n), (torch.arange(n) * 2 + 1, torch.full((2,), n) + 1, n))
 
 
 @pytest.mark.parametrize(
-    "sizes", [[(4, 3), (7, 5), (1, 5), (4, 1), (0, 3), (2, 0)], [(0, 2), (3, 2)], [(1, 1), (5, 6)]]
+    "sizes", [[(4, 3), (7, 5), (1, 5), (2, 0)], [(0, 2), (3, 2), (4, 1)], [(1, 1), (5, 6)]]
 )
 def test_symbolic_sizes_change_between_calls(
     sizes: list[tuple[int, int]], target: str, counts: Counter[str]
@@ -308,19 +317,23 @@ def test_symbolic_sizes_change_between_calls(
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_product_over_nothing_is_zeros(dynamic: bool, target: str, counts: Counter[str]) -> None:
+def test_a_product_over_nothing_is_zeros(
+    dynamic: bool, any_target: str, counts: Counter[str]
+) -> None:
     def function(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> Any:
         return torch.addmm(z, x, y), torch.bmm(x.expand(2, *x.shape), y.expand(2, *y.shape)) + 1
 
-    check(function, lambda: (data(3, 0), data(0, 4), data(4)), target, dynamic=dynamic)
+    check(function, lambda: (data(3, 0), data(0, 4), data(4)), any_target, dynamic=dynamic)
     assert (counts["regions"], counts["host_ops"]) == (1, 0)
 
 
-def test_symbolic_strides_and_offsets_pass(target: str) -> None:
+def test_symbolic_strides_and_offsets_pass(any_target: str) -> None:
     def function(x: torch.Tensor) -> Any:
         return x * x.shape[1], x.t() + 1, x.shape, x[1:] * 2
 
-    compiled = torch.compile(function, backend="npu_iree", options={"target": target}, dynamic=True)
+    compiled = torch.compile(
+        function, backend="npu_iree", options={"target": any_target}, dynamic=True
+    )
     base = data(20, 30)
     for x in (base[2:7, 3:9], base.t()[1:5, :8], base[::2, ::3], base[:3].contiguous()):
         assert_same(compiled(x), function(x))
@@ -437,7 +450,7 @@ def test_results_repeat_their_elements_in_one_place(dynamic: bool, target: str) 
         assert layout(actual) == layout(expected)
 
 
-def test_a_region_leaves_the_values_that_others_read(target: str, counts: Counter[str]) -> None:
+def test_a_region_leaves_the_values_that_others_read(any_target: str, counts: Counter[str]) -> None:
     def function(x: torch.Tensor) -> Any:
         values = x.sort(0).values
         mean = torch.linalg.inv(values[:4, :4] + torch.eye(4)).mean()
@@ -449,7 +462,7 @@ def test_a_region_leaves_the_values_that_others_read(target: str, counts: Counte
         return (y * mean).sort(0).values, y.sort(1).values, y
 
     for each in (function, from_region_to_region):
-        check(each, one, target)
+        check(each, one, any_target)
     assert counts["regions"] >= 3
 
 
@@ -466,12 +479,14 @@ def test_weights_that_are_slices_are_read_where_they_lie(target: str) -> None:
 Pair = namedtuple("Pair", "left right")
 
 
-def test_nested_results_and_nones_keep_their_structure(target: str, counts: Counter[str]) -> None:
+def test_nested_results_and_nones_keep_their_structure(
+    any_target: str, counts: Counter[str]
+) -> None:
     def function(tree: dict[str, Any], nothing: None) -> Any:
         y = tree["x"] + tree["more"][1]
         return {"y": y, "n": None, "l": [y * 2, (3, "text", nothing)], "p": Pair(y, None), "e": ()}
 
-    check(function, lambda: ({"x": data(3), "more": [None, data(3)]}, None), target)
+    check(function, lambda: ({"x": data(3), "more": [None, data(3)]}, None), any_target)
     assert counts["regions"] == 1
 
 
@@ -493,13 +508,20 @@ class Counting(nn.Module):
         return y * self.calls, self.linear.weight.clone(), self.linear.weight, self.total.clone()
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize(
+    ("train", "grad"),
+    [
+        (True, True),
+        pytest.param(True, False, marks=pytest.mark.sweep),
+        pytest.param(False, True, marks=pytest.mark.sweep),
+        (False, False),
+    ],
+)
 def test_buffers_are_mutated_and_clones_of_weights_are_fresh(
-    train: bool, grad: bool, target: str, counts: Counter[str]
+    train: bool, grad: bool, any_target: str, counts: Counter[str]
 ) -> None:
     ours, eagers = Counting().train(train), Counting().train(train)
-    compiled = torch.compile(ours, backend="npu_iree", options={"target": target})
+    compiled = torch.compile(ours, backend="npu_iree", options={"target": any_target})
     with torch.set_grad_enabled(grad):
         for _ in range(3):
             actual, expected = compiled(data(5, 4)), eagers(data(5, 4))
@@ -513,6 +535,7 @@ def test_buffers_are_mutated_and_clones_of_weights_are_fresh(
     assert counts["regions"] >= 1
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_training_run_equals_eager(dynamic: bool, target: str, counts: Counter[str]) -> None:
     torch.manual_seed(1)
@@ -533,11 +556,11 @@ def test_a_training_run_equals_eager(dynamic: bool, target: str, counts: Counter
     assert counts["regions"] >= 2
 
 
-def test_gradients_reach_only_the_inputs_that_ask(target: str) -> None:
+def test_gradients_reach_only_the_inputs_that_ask(any_target: str) -> None:
     def function(x: torch.Tensor, y: torch.Tensor, n: torch.Tensor) -> Any:
         return x * y + n, y.t() * 2, x.detach() * 3, n + 1
 
-    compiled = torch.compile(function, backend="npu_iree", options={"target": target})
+    compiled = torch.compile(function, backend="npu_iree", options={"target": any_target})
     grads = []
     for call in (compiled, function):
         x, y, n = data(4, 4).requires_grad_(), data(4, 4).t().requires_grad_(), torch.arange(4)

@@ -13,17 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from either import LOCAL_FIRST
 from npu_iree import NpuIreeError
 from tolerances import assert_same
 
 pytestmark = pytest.mark.usefixtures("shared_cache")
-
-
-@pytest.fixture(params=LOCAL_FIRST)
-def trainer(request: pytest.FixtureRequest) -> str:
-    """A target; where memory is discrete, what trains differs from other tests in time only."""
-    return str(request.param)
 
 
 def data(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -119,21 +112,21 @@ def test_an_expanded_input_that_is_written_to(target: str) -> None:
 
 
 def test_an_input_that_overlaps_itself_and_is_written_to(
-    target: str, caplog: pytest.LogCaptureFixture
+    any_target: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def column(x: torch.Tensor) -> torch.Tensor:
         x[:, :1].mul_(3)
         return x.sum()
 
     outcomes = []
-    for call in both(column, target):
+    for call in both(column, any_target):
         rows = data(9)
         outcomes.append([call(rows.as_strided((4, 6), (1, 1))), rows])
     assert_same(*outcomes)
     assert "several elements in the same place" in caplog.text
     caplog.clear()
     apart = []
-    for call in both(column, target):
+    for call in both(column, any_target):
         every = data(4, 12)
         apart.append([call(every[:, ::2]), every])
     assert_same(*apart)
@@ -198,14 +191,14 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def test_what_fails_before_a_write_leaves_the_argument_as_it_was(target: str) -> None:
+def test_what_fails_before_a_write_leaves_the_argument_as_it_was(any_target: str) -> None:
     def function(state: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         y = positive(x)
         state.index_copy_(0, torch.tensor([1]), state[:1] + 1)
         state[0] = state.sum()
         return y.sqrt()
 
-    for call in both(function, target):
+    for call in both(function, any_target):
         state = data(64, 64)
         call(state, torch.ones(4))
         before = state.clone()
@@ -228,8 +221,8 @@ class Drifting(nn.Module):
         return y * torch.sin(self.state)
 
 
-def test_a_state_that_the_backward_pass_needs_as_it_was(trainer: str) -> None:
-    pair = Both(Drifting(), trainer)
+def test_a_state_that_the_backward_pass_needs_as_it_was(any_target: str) -> None:
+    pair = Both(Drifting(), any_target)
     for _ in range(2):
         pair.do(lambda model, call: call(data(3, 4, seed=2)).sum().backward())
     assert_same(pair.models[0].state, data(3, 4, seed=1) + 1 + 1)
@@ -250,9 +243,9 @@ class Tied(nn.Module):
 @pytest.mark.parametrize(
     "optimizer", [pytest.param(torch.optim.SGD, marks=pytest.mark.sweep), torch.optim.AdamW]
 )
-def test_tied_embeddings_that_are_trained(optimizer: Any, trainer: str) -> None:
+def test_tied_embeddings_that_are_trained(optimizer: Any, any_target: str) -> None:
     torch.manual_seed(0)
-    pair = Both(Tied(), trainer)
+    pair = Both(Tied(), any_target)
     steps = {id(m): optimizer(m.parameters(), lr=0.05) for m in pair.models}
 
     def step(model: nn.Module, call: Callable[..., Any]) -> torch.Tensor:
@@ -270,7 +263,7 @@ def test_tied_embeddings_that_are_trained(optimizer: Any, trainer: str) -> None:
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("grad", [False, True])
 def test_batch_norms_running_statistics(
-    grad: bool, momentum: float | None, trainer: str, counts: Counter[str]
+    grad: bool, momentum: float | None, any_target: str, counts: Counter[str]
 ) -> None:
     """They change in training, are read in evaluation, and do so after each other."""
     model = nn.Sequential(
@@ -278,7 +271,7 @@ def test_batch_norms_running_statistics(
         nn.BatchNorm2d(3, momentum=momentum),
         nn.ReLU(),
     )
-    pair = Both(model, trainer)
+    pair = Both(model, any_target)
     batches = [(True, data(4, 2, 6, 6, seed=i) + i) for i in range(3)]
     batches[2:2] = [(False, batches[0][1])]
     for train, x in (*batches, (False, batches[1][1])):
@@ -313,9 +306,9 @@ def test_an_output_that_is_an_input(target: str) -> None:
     assert_same(*outcomes)
 
 
-def test_an_output_that_is_an_input_and_wants_a_gradient(target: str) -> None:
+def test_an_output_that_is_an_input_and_wants_a_gradient(any_target: str) -> None:
     outcomes = []
-    for call in both(lambda x, w: (x, x * w, w.view(-1)), target):
+    for call in both(lambda x, w: (x, x * w, w.view(-1)), any_target):
         x, w = data(2, 3).requires_grad_(), data(2, 3, seed=1).requires_grad_()
         same, product, view = call(x, w)
         (same.sum() + (product * product).sum() + view[1]).backward()
@@ -338,13 +331,13 @@ def test_outputs_that_alias_one_another(target: str) -> None:
     assert outcomes[0][0] is outcomes[0][4]
 
 
-def test_outputs_that_alias_one_another_and_want_gradients(target: str) -> None:
+def test_outputs_that_alias_one_another_and_want_gradients(any_target: str) -> None:
     def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = x.exp()
         return y, y.t(), y[0] * 2
 
     outcomes = []
-    for call in both(function, target):
+    for call in both(function, any_target):
         x = data(3, 4).requires_grad_()
         y, turned, row = call(x)
         (y.sum() + (turned**2).sum() + row.sum()).backward()
@@ -374,9 +367,9 @@ def test_a_parameter_that_is_updated_between_forward_and_backward(how: str, targ
         assert_same(*outcomes)
 
 
-def test_a_second_backward(trainer: str) -> None:
+def test_a_second_backward(any_target: str) -> None:
     outcomes = []
-    for call in both(lambda x: torch.sin(x) * x, trainer):
+    for call in both(lambda x: torch.sin(x) * x, any_target):
         x = data(5).requires_grad_()
         loss = call(x).sum()
         loss.backward(retain_graph=True)
@@ -387,14 +380,14 @@ def test_a_second_backward(trainer: str) -> None:
     assert_same(*outcomes)
 
 
-def test_none_gradients(trainer: str) -> None:
+def test_none_gradients(any_target: str) -> None:
     """Of what the result does not depend on, of integers, and of what nobody asks for."""
 
     def function(x: Any, unused: Any, index: Any, other: Any, plain: Any) -> Any:
         return x[index] * plain, other.detach() * 2
 
     outcomes = []
-    for call in both(function, trainer):
+    for call in both(function, any_target):
         x, unused, other = (data(4, 3, seed=i).requires_grad_() for i in range(3))
         first, second = call(x, unused, torch.tensor([0, 2]), other, data(3))
         assert not second.requires_grad
@@ -415,9 +408,9 @@ class TwoBranches(nn.Module):
         return self.second(torch.tanh(self.first(x))) * self.scale
 
 
-def test_frozen_parameters(trainer: str) -> None:
+def test_frozen_parameters(any_target: str) -> None:
     """Frozen from the start, and thawed and frozen while the model is trained."""
-    pair = Both(TwoBranches(), trainer)
+    pair = Both(TwoBranches(), any_target)
 
     def step(model: Any, call: Callable[..., Any]) -> torch.Tensor:
         loss = call(data(3, 4)).pow(2).sum()
@@ -428,7 +421,7 @@ def test_frozen_parameters(trainer: str) -> None:
                     parameter -= 0.1 * parameter.grad
         return loss.detach()
 
-    for frozen in (("first",), (), ("second",), ("first",)):
+    for frozen in (("first",), (), ("first",)):
         for model in pair.models:
             for name in ("first", "second", "unused"):
                 getattr(model, name).requires_grad_(name not in frozen)
@@ -436,8 +429,8 @@ def test_frozen_parameters(trainer: str) -> None:
     assert pair.models[0].unused.weight.grad is None
 
 
-def test_everything_frozen_but_the_input(trainer: str) -> None:
-    pair = Both(TwoBranches().requires_grad_(False), trainer)
+def test_everything_frozen_but_the_input(any_target: str) -> None:
+    pair = Both(TwoBranches().requires_grad_(False), any_target)
 
     def step(model: nn.Module, call: Callable[..., Any]) -> torch.Tensor | None:
         x = data(3, 4).requires_grad_()
@@ -457,8 +450,8 @@ class UsedTwice(nn.Module):
         return self.layer(torch.relu(self.layer(x))) @ self.layer.weight
 
 
-def test_double_use_of_a_parameter(trainer: str) -> None:
-    pair = Both(UsedTwice(), trainer)
+def test_double_use_of_a_parameter(any_target: str) -> None:
+    pair = Both(UsedTwice(), any_target)
 
     def step(model: nn.Module, call: Callable[..., Any]) -> torch.Tensor:
         loss = call(data(3, 4)).pow(2).mean() + call(data(3, 4, seed=1)).mean()
@@ -469,8 +462,8 @@ def test_double_use_of_a_parameter(trainer: str) -> None:
     assert all(parameter.grad is not None for parameter in pair.models[0].parameters())
 
 
-def test_gradient_accumulation(trainer: str, counts: Counter[str]) -> None:
-    pair = Both(TwoBranches(), trainer)
+def test_gradient_accumulation(any_target: str, counts: Counter[str]) -> None:
+    pair = Both(TwoBranches(), any_target)
     steps = {id(m): torch.optim.SGD(m.parameters(), lr=0.1) for m in pair.models}
 
     def step(model: nn.Module, call: Callable[..., Any]) -> list[torch.Tensor]:
@@ -503,8 +496,8 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant: bool, trainer: str) -> None:
-    pair = Both(Checkpointed(0.0, reentrant), trainer)
+def test_activation_checkpointing(reentrant: bool, any_target: str) -> None:
+    pair = Both(Checkpointed(0.0, reentrant), any_target)
 
     def step(model: nn.Module, call: Callable[..., Any]) -> torch.Tensor:
         # without a gradient of its input, eager's reentrant kind has none at all
@@ -516,14 +509,14 @@ def test_activation_checkpointing(reentrant: bool, trainer: str) -> None:
         pair.do(step)
 
 
-def test_activation_checkpointing_draws_the_same_dropout_again(trainer: str) -> None:
+def test_activation_checkpointing_draws_the_same_dropout_again(any_target: str) -> None:
     """What is computed again for the backward pass must use the masks of the forward one."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return checkpoint(lambda x: F.dropout(x * 1.0, 0.5), x, use_reentrant=False)
 
     x = torch.ones(32, 32, requires_grad=True)
-    result = compiled(function, trainer)(x)
+    result = compiled(function, any_target)(x)
     result.sum().backward()
     assert x.grad is not None
     assert torch.equal(result.detach(), x.grad)
@@ -532,7 +525,7 @@ def test_activation_checkpointing_draws_the_same_dropout_again(trainer: str) -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("where", ["inside", "outside"])
-def test_autocast(where: str, dtype: torch.dtype, trainer: str) -> None:
+def test_autocast(where: str, dtype: torch.dtype, any_target: str) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
 
     class Inside(nn.Module):
@@ -547,7 +540,7 @@ def test_autocast(where: str, dtype: torch.dtype, trainer: str) -> None:
 
     models = [copy.deepcopy(Inside() if where == "inside" else model) for _ in range(2)]
     outcomes = []
-    for model_, call in zip(models, (compiled(models[0], trainer), models[1]), strict=True):
+    for model_, call in zip(models, (compiled(models[0], any_target), models[1]), strict=True):
         with torch.autocast("cpu", dtype=dtype, enabled=where == "outside"):
             result = call(data(3, 8))
         loss = result.float().pow(2).mean()
