@@ -18,6 +18,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import npu_iree
+from either import LOCAL_FIRST
 from lowering.capture import capture_aot
 from lowering.decompositions import decomposition_table
 from lowering.region import Region
@@ -62,25 +63,37 @@ OPS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], list[int], list[int]]] 
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", OPS)
-def test_out_of_range_is_eagers_error(name: str, dynamic: bool, target: str) -> None:
-    function, right, wrong = OPS[name]
-    if dynamic:  # sizes other than 0 and 1
-        function = _twice(function)
-    compiled = torch.compile(
-        function, backend="npu_iree", dynamic=dynamic, options={"target": target}
-    )
-    for index in right:
-        given = torch.tensor([index])
-        assert_same(compiled(TABLE, given), function(TABLE, given))
-    for index in wrong:
-        given = torch.tensor([index])
-        with pytest.raises((IndexError, RuntimeError)):
-            function(TABLE, given)
-        with pytest.raises((IndexError, RuntimeError)):
-            compiled(TABLE, given)
-    given = torch.tensor([right[0]])
-    assert_same(compiled(TABLE, given), function(TABLE, given))
+def test_out_of_range_is_eagers_error(dynamic: bool, target: str) -> None:
+    """In one graph, where each op has an index of its own, and with it a check."""
+
+    def every(w: Tensor, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: of(w, given[name]) for name, (of, _, _) in functions.items()}
+
+    # sizes other than 0 and 1
+    functions = {n: (_twice(of) if dynamic else of, *rest) for n, (of, *rest) in OPS.items()}
+    compiled = torch.compile(every, backend="npu_iree", dynamic=dynamic, options={"target": target})
+    right = {name: torch.tensor(indices[:1]) for name, (_, indices, _) in OPS.items()}
+    for i in range(max(len(indices) for _, indices, _ in OPS.values())):
+        given = {
+            name: torch.tensor(indices[i : i + 1] or indices[:1])
+            for name, (_, indices, _) in OPS.items()
+        }
+        assert_same(compiled(TABLE, given), every(TABLE, given))
+    for name, (_, _, wrong) in OPS.items():
+        for index in wrong:
+            given = {**right, name: torch.tensor([index])}
+            for call in (every, compiled):
+                assert error_of(call, TABLE, given), f"{name} takes {index}"
+    assert_same(compiled(TABLE, right), every(TABLE, right))
+
+
+def error_of(call: Callable[..., Any], *args: Any) -> str:
+    """Say what a call fails with; nothing, where it does not."""
+    try:
+        call(*args)
+    except (IndexError, RuntimeError) as error:
+        return str(error)
+    return ""
 
 
 def _twice(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -95,21 +108,29 @@ DIVISIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("name", DIVISIONS)
-def test_integers_are_not_divided_by_zero(name: str, dtype: torch.dtype, target: str) -> None:
-    function = DIVISIONS[name]
-    compiled = torch.compile(
-        lambda x, y: function(x, y) + 1, backend="npu_iree", options={"target": target}
-    )
-    x, y = torch.tensor([7, -7, 3], dtype=dtype), torch.tensor([3, 2, -2], dtype=dtype)
-    assert_same(compiled(x, y), function(x, y) + 1)
-    zeros = torch.tensor([0, 2, 0], dtype=dtype)
-    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        function(x, zeros)
-    with pytest.raises(RuntimeError, match=r"integer division by zero|ZeroDivisionError"):
-        compiled(x, zeros)
-    assert_same(compiled(x.double(), zeros.double()), function(x.double(), zeros.double()) + 1)
+INTEGERS = (torch.int64, torch.int32)
+
+
+@pytest.mark.parametrize("target", LOCAL_FIRST)
+def test_integers_are_not_divided_by_zero(target: str) -> None:
+    def every(x: Tensor, given: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+        return {
+            name: [divide(x.to(y.dtype), y) + 1 for y in given[name]]
+            for name, divide in DIVISIONS.items()
+        }
+
+    compiled = torch.compile(every, backend="npu_iree", options={"target": target})
+    x, y, zeros = torch.tensor([7, -7, 3]), torch.tensor([3, 2, -2]), torch.tensor([0, 2, 0])
+    right = {name: [y.to(dtype, copy=True) for dtype in INTEGERS] for name in DIVISIONS}
+    assert_same(compiled(x, right), every(x, right))
+    for name in DIVISIONS:
+        for i, dtype in enumerate(INTEGERS):
+            given = {**right, name: [*right[name]]}
+            given[name][i] = zeros.to(dtype)
+            assert "ZeroDivisionError" in error_of(every, x, given), name
+            assert "integer division by zero" in error_of(compiled, x, given), f"{name}, {dtype}"
+    floats = {name: [zeros.double()] for name in DIVISIONS}
+    assert_same(compiled(x, floats), every(x, floats))
 
 
 @pytest.mark.parametrize("name", DIVISIONS)
@@ -120,15 +141,21 @@ def test_integers_are_not_divided_by_a_zero_that_is_written_down(name: str) -> N
         compiled(torch.tensor([7, -7]))
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("name", ["floor", "remainder", "fmod"])  # eager's "trunc" is a SIGFPE
-def test_the_least_integer_divided_by_minus_one(name: str, dtype: torch.dtype) -> None:
-    least = torch.iinfo(dtype).min
-    x = torch.tensor([least, least + 1, 5, least], dtype=dtype)
-    y = torch.tensor([-1, -1, -1, 1], dtype=dtype)
-    compiled = torch.compile(lambda x, y: DIVISIONS[name](x, y) ^ 1, backend="npu_iree")
-    for divisor in (y, y[0]):
-        assert_same(compiled(x, divisor), DIVISIONS[name](x, divisor) ^ 1)
+def test_the_least_integer_divided_by_minus_one() -> None:
+    names = ["floor", "remainder", "fmod"]  # eager's "trunc" is a SIGFPE
+
+    def every(*given: tuple[Tensor, Tensor]) -> dict[str, list[Tensor]]:
+        return {
+            name: [DIVISIONS[name](x, by) ^ 1 for x, y in given for by in (y, y[0])]
+            for name in names
+        }
+
+    least = [torch.iinfo(dtype).min for dtype in INTEGERS]
+    given = [
+        (torch.tensor([n, n + 1, 5, n], dtype=dtype), torch.tensor([-1, -1, -1, 1], dtype=dtype))
+        for n, dtype in zip(least, INTEGERS, strict=True)
+    ]
+    assert_same(torch.compile(every, backend="npu_iree")(*given), every(*given))
 
 
 def asserted(x: Tensor) -> Tensor:
@@ -155,6 +182,7 @@ def test_what_is_asserted_is_eagers_error(
     assert counts["unsupported_ops"] == 0
 
 
+@pytest.mark.parametrize("target", LOCAL_FIRST)
 def test_classes_are_checked_on_the_device(target: str) -> None:
     options = {"target": target, "fallback": "error"}
     compiled = torch.compile(
@@ -229,6 +257,7 @@ class _Tokens(nn.Module):
         return self.table(tokens) + self.places(torch.arange(tokens.shape[-1]))
 
 
+@pytest.mark.parametrize("target", LOCAL_FIRST)
 def test_an_artifact_checks_what_it_is_called_with(tmp_path: Path, target: str) -> None:
     model, good = _Tokens(), torch.tensor([[0, 5, 1]])
     exported = torch.export.export(model, (good,))
