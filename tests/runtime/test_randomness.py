@@ -52,53 +52,62 @@ DRAWS: dict[str, tuple[Draw, float, float, tuple[float, float]]] = {
     "rrelu": (lambda x: -F.rrelu(-x, 0, 1, True), 0.5, math.sqrt(1 / 12), (0, 1)),
 }
 
+_ROUNDED = ("dropout", "alpha_dropout", "rrelu", "normal", "log_normal_", "feature_dropout")
+_ORDERS = {4: torch.channels_last}  # by the number of dimensions
 
-@pytest.mark.parametrize("name", DRAWS)
-def test_statistics_are_right_and_a_seed_reproduces(name: str) -> None:
-    draw, mean, deviation, (low, high) = DRAWS[name]
-    compiled = torch.compile(lambda x: draw(x * 1.0), backend="npu_iree")
 
-    def seeded(seed: int) -> torch.Tensor:
+def test_statistics_are_right_and_a_seed_reproduces() -> None:
+    def every(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: draw(x * 1.0) for name, (draw, *_) in DRAWS.items()}
+
+    compiled = torch.compile(every, backend="npu_iree")
+
+    def seeded(seed: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(seed)
         return compiled(torch.ones(N, N))
 
-    values = seeded(1)
-    samples = N if name == "feature_dropout" else N * N
-    error = 5 * deviation / math.sqrt(samples)
-    assert abs(float(values.mean()) - mean) < error
-    assert abs(float(values.std()) - deviation) < 0.35 * deviation
-    assert low <= float(values.min())
-    assert float(values.max()) <= high
-    assert torch.equal(values, seeded(1))
-    assert not torch.equal(values, seeded(2))
+    first, again, other = seeded(1), seeded(1), seeded(2)
+    for name, (_, mean, deviation, (low, high)) in DRAWS.items():
+        values = first[name]
+        samples = N if name == "feature_dropout" else N * N
+        error = 5 * deviation / math.sqrt(samples)
+        assert abs(float(values.mean()) - mean) < error, name
+        assert abs(float(values.std()) - deviation) < 0.35 * deviation, name
+        assert low <= float(values.min()), name
+        assert float(values.max()) <= high, name
+        assert torch.equal(values, again[name]), name
+        assert not torch.equal(values, other[name]), name
 
 
 @pytest.mark.parametrize("shape", [(N, N), (3, 5), (2, 4, 3, 3)], ids=str)
-@pytest.mark.parametrize("name", DRAWS)
-def test_rng_host_draws_what_eager_draws(name: str, shape: tuple[int, ...]) -> None:
-    draw = DRAWS[name][0]
-    if name == "multinomial" and shape != (N, N):
-        pytest.skip("it draws from the columns of a square")
+def test_rng_host_draws_what_eager_draws(shape: tuple[int, ...]) -> None:
+    draws = {name: draw for name, (draw, *_) in DRAWS.items()}
+    if shape != (N, N):
+        del draws["multinomial"]  # it draws from the columns of a square
 
-    def function(x: torch.Tensor) -> Any:
-        y = draw(x * 1.0)
-        return y, draw(torch.relu(x)) * 2 + y, torch.rand(3)
+    def every(x: torch.Tensor) -> dict[str, tuple[torch.Tensor, ...]]:
+        found = {}
+        for name, draw in draws.items():
+            y = draw(x * 1.0)
+            found[name] = y, draw(torch.relu(x)) * 2 + y, torch.rand(3)
+        return found
 
-    compiled = torch.compile(function, backend="npu_iree", options={"rng": "host"})
-    image = torch.ones(shape).to(memory_format=torch.channels_last if len(shape) == 4 else None)
-    for x in (torch.ones(shape), image):
-        outcomes = []
-        for call in (compiled, function):
+    compiled = torch.compile(every, backend="npu_iree", options={"rng": "host"})
+    for memory_format in {
+        torch.contiguous_format,
+        _ORDERS.get(len(shape), torch.contiguous_format),
+    }:
+        x, outcomes = torch.ones(shape).to(memory_format=memory_format), []
+        for call in (compiled, every):
             torch.manual_seed(3)
-            outcomes.append([*call(x), torch.get_rng_state()])
-        for ours, eagers in zip(*outcomes, strict=True):
+            outcomes.append((call(x), torch.get_rng_state()))
+        (ours, state), (eagers, expected) = outcomes
+        assert torch.equal(state, expected)
+        assert_same(ours, eagers)
+        for name in draws:
             # products may round in another way, what was drawn may not
-            assert (
-                torch.equal(ours, eagers)
-                or name in ("dropout", "alpha_dropout", "rrelu")
-                or (name in ("normal", "log_normal_", "feature_dropout"))
-            ), name
-            assert_same(ours, eagers)
+            is_exact = all(map(torch.equal, ours[name], eagers[name]))
+            assert is_exact or name in _ROUNDED, name
 
 
 class Noisy(nn.Module):
