@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import npu_iree
 from npu_iree.device import Device
+from programs.launch import finish, start
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +27,14 @@ def _npu(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     torch.npu.set_fallback("host")
     torch.npu.set_memory_limit(None)
+
+
+@pytest.fixture(scope="session")
+def told_of_npu_virtual(kernel_cache: Path) -> dict[str, Any]:
+    """What `programs/npu_virtual.py` tells of a process whose "npu" has memory of its own."""
+    process = start("npu_virtual", NPU_IREE_CACHE=str(kernel_cache))
+    (told,) = finish(process, timeout_s=600)
+    return told
 
 
 @pytest.fixture

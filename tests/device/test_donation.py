@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +13,10 @@ from torch import nn
 
 import npu_iree
 from npu_iree.device import Device
+from programs import donated_cache
 from tolerances import assert_same
 
 NPU = "npu"
-PROGRAM = Path(__file__).parents[1] / "programs" / "donated_cache.py"
 Use = Callable[[torch.Tensor], object]
 
 
@@ -127,14 +122,12 @@ def test_the_beginning_of_a_larger_tensor() -> None:
 
 @pytest.mark.parametrize("target", ["npu-local", "npu-virtual"])
 def test_what_is_updated_is_updated_in_place_if_nobody_has_read_it(
-    target: str, kernel_cache: Path
+    target: str, request: pytest.FixtureRequest
 ) -> None:
-    environment = {**os.environ, "NPU_IREE_CACHE": str(kernel_cache)}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), target], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    if target == "npu-local":
+        told = donated_cache.tell()
+    else:
+        told = request.getfixturevalue("told_of_npu_virtual")["donated cache"]
     assert told["kept"] == {"peaks": [1] * 5, "in place": [False] * 4, "right": True}
     assert told["donated"]["in place"] == [True] * 4
     assert told["donated"]["peaks"][1:] == [0] * 4  # the first is also that of a clone
@@ -325,13 +318,13 @@ def test_the_option_is_checked(value: object, message: str) -> None:
         npu_iree.Options.parse({"donate": value})
 
 
-def layers() -> nn.Module:
+def layers(count: int) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(32, 32), nn.Tanh())])
+    return nn.Sequential(*[layer for _ in range(count) for layer in (nn.Linear(32, 32), nn.Tanh())])
 
 
 def test_a_backward_pass_gives_back_what_was_saved_before_it_makes_gradients() -> None:
-    model, x = layers().to(NPU), torch.randn(64, 32, device=NPU)
+    model, x = layers(3).to(NPU), torch.randn(64, 32, device=NPU)
     compiled, grad = torch.compile(model, backend="npu_iree"), torch.ones(64, 32, device=NPU)
     for _ in range(2):
         model.zero_grad()
@@ -344,7 +337,7 @@ def test_a_backward_pass_gives_back_what_was_saved_before_it_makes_gradients() -
 
 
 def test_a_backward_pass_may_run_twice() -> None:
-    model, twin = layers(), layers().to(NPU)
+    model, twin = layers(2), layers(2).to(NPU)
     x, compiled = torch.randn(64, 32), torch.compile(twin, backend="npu_iree")
     grad = torch.ones(64, 32)
     compiled(x.to(NPU)).backward(grad.to(NPU))

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
 
 import torch
 
 import npu_iree
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "pipeline.py"
 
-
-def test_the_next_batch_is_uploaded_while_this_one_is_computed(kernel_cache: Path) -> None:
-    environment = {**os.environ, "NPU_IREE_CACHE": str(kernel_cache)}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM)], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+def test_the_next_batch_is_uploaded_while_this_one_is_computed(
+    told_of_npu_virtual: dict[str, Any],
+) -> None:
+    told = told_of_npu_virtual["pipeline"]
     assert told["right"] == told["held"] == [True, True]
     spans = told["spans"]
     first, second = ("put a CPU tensor", "aten.neg.default"), "aten.relu.default"

@@ -1,10 +1,8 @@
-"""Update a cache on "npu" step by step, donated or not; print what memory it took, and was in."""
+"""Update a cache on "npu" step by step, donated or not; tell what memory it took, and was in."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import sys
 from typing import Any
 
 import torch
@@ -57,16 +55,12 @@ def run(options: dict[str, Any], is_read: bool) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    npu_iree.register_device(sys.argv[1])
+def tell() -> dict[str, Any]:
+    """Update it in each way."""
     given: dict[str, Any] = {"donate": ["cache"]}
     runs = {"kept": ({}, False), "donated": (given, False), "read": (given, True)}
     told = {}
     for name, (options, is_read) in runs.items():
         torch._dynamo.reset()
         told[name] = run(options, is_read)
-    print(json.dumps(told))
-
-
-if __name__ == "__main__":
-    main()
+    return told

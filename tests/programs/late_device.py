@@ -20,9 +20,9 @@ def train(where: str) -> list[float]:
     model.to(where)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
-    for _ in range(3):
+    for _ in range(2):
         x = torch.randn(8, 4, generator=generator).to(where)
-        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss = model(x).square().mean()
         optimizer.zero_grad()
         with npu_iree.record_transfers() as ledger, npu_iree.copy_budget(d2h=0, waits=0):
             loss.backward()

@@ -1,11 +1,11 @@
-"""CPU -> npu -> npu -> CPU over two batches, the compute of the first held; print the timeline."""
+"""CPU -> npu -> npu -> CPU over two batches, the compute of the first held; tell the timeline."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
@@ -13,9 +13,8 @@ import npu_iree
 from npu_iree.torch_device.storage import handle_of
 
 
-def main() -> None:
-    npu_iree.register_device("npu-virtual")
-    device = npu_iree.open_device("npu-virtual")
+def tell(device: npu_iree.Device) -> dict[str, Any]:
+    """Compute two batches on the device behind "npu"."""
     compute, gate, event = torch.npu.Stream(), device.gate(), torch.npu.Event()
     event._points = (gate.point,)
     compute.wait_event(event)
@@ -42,8 +41,4 @@ def main() -> None:
         torch.equal(r, (-b.sin()).relu().exp()) for r, b in zip(results, batches, strict=True)
     ]
     spans = [asdict(span) for span in timeline.spans]
-    print(json.dumps({"held": held, "right": rights, "spans": spans}))
-
-
-if __name__ == "__main__":
-    main()
+    return {"held": held, "right": rights, "spans": spans}
