@@ -24,17 +24,27 @@ FOLLOWERS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("follow", FOLLOWERS.values(), ids=FOLLOWERS)
-@pytest.mark.parametrize(("width", "rows"), [(64, 48), (32, 10)])  # whole groups of rows, and not
-def test_what_follows_a_product_with_a_vector(
-    follow: Callable[[torch.Tensor, torch.Tensor], Any], width: int, rows: int
-) -> None:
-    def function(x: torch.Tensor, w: torch.Tensor, z: torch.Tensor) -> Any:
-        return follow(linear(x, w), z)
+def check(every: Callable[..., dict[str, Any]], *args: Any, equal_nan: bool = False) -> None:
+    """Compare results with eager's; each has arguments of its own, and so its own programs."""
+    found = torch.compile(every, backend="npu_iree", options={"fallback": "error"})(*args)
+    for name, expected in every(*args).items():
+        torch.testing.assert_close(
+            found[name],
+            expected,
+            rtol=1e-4,
+            atol=1e-4,
+            equal_nan=equal_nan,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
-    args = torch.randn(1, width), torch.randn(rows, width), torch.randn(rows, 6)
-    compiled = torch.compile(function, backend="npu_iree", options={"fallback": "error"})
-    torch.testing.assert_close(compiled(*args), function(*args), rtol=1e-4, atol=1e-4)
+
+@pytest.mark.parametrize(("width", "rows"), [(64, 48), (32, 10)])  # whole groups of rows, and not
+def test_what_follows_a_product_with_a_vector(width: int, rows: int) -> None:
+    def every(given: dict[str, list[torch.Tensor]]) -> dict[str, Any]:
+        return {name: FOLLOWERS[name](linear(x, w), z) for name, (x, w, z) in given.items()}
+
+    shapes = (1, width), (rows, width), (rows, 6)
+    check(every, {name: [torch.randn(shape) for shape in shapes] for name in FOLLOWERS})
 
 
 # Of `y`, `[M, N]`, the result of a product, and `z`, `[5, N]`.
@@ -49,36 +59,34 @@ MORE_FOLLOWERS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("follow", MORE_FOLLOWERS.values(), ids=MORE_FOLLOWERS)
 @pytest.mark.parametrize(
     ("rows", "width", "columns"),
     [(1, 64, 48), (2, 48, 10), (3, 256, 768), (5, 32, 80), (7, 80, 128), (8, 16, 16), (9, 64, 48)],
 )
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_products_of_few_rows_with_arguments(
-    follow: Callable[[torch.Tensor, torch.Tensor], Any],
-    rows: int,
-    width: int,
-    columns: int,
-    is_transposed: bool,
+    rows: int, width: int, columns: int, is_transposed: bool
 ) -> None:
-    def function(x: torch.Tensor, w: torch.Tensor, z: torch.Tensor) -> Any:
-        return follow(x @ (w.t() if is_transposed else w), z)
+    def every(given: dict[str, list[torch.Tensor]]) -> dict[str, Any]:
+        return {
+            name: MORE_FOLLOWERS[name](x @ (w.t() if is_transposed else w), z)
+            for name, (x, w, z) in given.items()
+        }
 
-    shape = (columns, width) if is_transposed else (width, columns)
-    args = torch.randn(rows, width), torch.randn(shape), torch.randn(5, columns)
-    compiled = torch.compile(function, backend="npu_iree", options={"fallback": "error"})
-    torch.testing.assert_close(compiled(*args), function(*args), rtol=1e-4, atol=1e-4)
+    weight = (columns, width) if is_transposed else (width, columns)
+    shapes = (rows, width), weight, (5, columns)
+    check(every, {name: [torch.randn(shape) for shape in shapes] for name in MORE_FOLLOWERS})
 
 
-@pytest.mark.parametrize("rows", [1, 7, 8, 257])
-def test_products_with_vectors_that_follow_one_another(rows: int) -> None:
-    def function(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return linear(silu(linear(x.relu(), w)) * linear(x + 1, w), v)
+def test_products_with_vectors_that_follow_one_another() -> None:
+    def every(*given: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {
+            f"{len(w)} rows": linear(silu(linear(x.relu(), w)) * linear(x + 1, w), v)
+            for x, w, v in given
+        }
 
-    args = torch.randn(1, 48), torch.randn(rows, 48), torch.randn(40, rows)
-    compiled = torch.compile(function, backend="npu_iree", options={"fallback": "error"})
-    torch.testing.assert_close(compiled(*args), function(*args), rtol=1e-4, atol=1e-4)
+    sizes = [((1, 48), (rows, 48), (40, rows)) for rows in (1, 7, 8, 257)]
+    check(every, *([torch.randn(shape) for shape in shapes] for shapes in sizes))
 
 
 @pytest.mark.parametrize(
@@ -110,43 +118,41 @@ def test_attention_of_few_rows(heads: int, rows: int, keys: int, width: int) -> 
     torch.testing.assert_close(compiled(*args), function(*args), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("rows", [1, 2])
-def test_what_makes_and_what_follows_products_of_few_rows(rows: int, is_transposed: bool) -> None:
-    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def test_what_makes_and_what_follows_products_of_few_rows(rows: int) -> None:
+    def made(x: torch.Tensor, w: torch.Tensor, is_transposed: bool) -> tuple[torch.Tensor, ...]:
         factor = gelu(w + 1)[:, 16:48]
         y = torch.bmm(silu(x), factor.mT if is_transposed else factor)
         return y + 1, y.transpose(0, 1) * 2, y.sum(0), layer_norm(y, y.shape[-1:])
 
-    args = torch.randn(3, rows, 32), torch.randn(3, 64, 32)
-    compiled = torch.compile(function, backend="npu_iree", options={"fallback": "error"})
-    for actual, expected in zip(compiled(*args), function(*args), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    def every(*given: list[torch.Tensor]) -> dict[str, tuple[torch.Tensor, ...]]:
+        return {f"transposed: {bool(i)}": made(x, w, bool(i)) for i, (x, w) in enumerate(given)}
+
+    check(every, *([torch.randn(3, rows, 32), torch.randn(3, 64, 32)] for _ in range(2)))
 
 
-@pytest.mark.parametrize("is_transposed", [False, True])
-def test_infinities_and_nans_in_products_of_few_rows(is_transposed: bool) -> None:
-    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(x, w.mT if is_transposed else w)
+def test_infinities_and_nans_in_products_of_few_rows() -> None:
+    def every(*given: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        (x, w), (y, v) = given
+        return {"as it is": torch.bmm(x, w), "transposed": torch.bmm(y, v.mT)}
 
     x, w = torch.randn(3, 2, 32), torch.randn(3, 32, 32)
     x[0, 0, 3], w[1, 2, 5], x[2, 1, 4], w[2, 4, 4] = torch.inf, torch.nan, 0.0, -torch.inf
-    compiled = torch.compile(function, backend="npu_iree", options={"fallback": "error"})
-    torch.testing.assert_close(compiled(x, w), function(x, w), equal_nan=True)
+    check(every, [x, w], [x.clone(), w.clone()], equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda s, w: torch.bmm(s.expand(3, 2, 32), w),
-        lambda s, w: torch.bmm(w[:, :2], s.expand(3, 32, 32)),
-        lambda s, w: torch.bmm(w[:, :1], w[:, :, :16].mT.contiguous().mT),
-        lambda s, w: torch.mv(w[0], s.expand(32)),
-        lambda s, w: torch.bmm(w[:, 0:2], w.mT) @ w,
-        lambda s, w: torch.baddbmm(w[:, 2:4], w[:, :2], w.mT),
-    ],
-)
-def test_factors_of_few_rows_in_any_form(function: Callable[..., torch.Tensor]) -> None:
-    args = torch.randn(1), torch.randn(3, 32, 32)
-    compiled = torch.compile(function, backend="npu_iree", options={"fallback": "error"})
-    torch.testing.assert_close(compiled(*args), function(*args), rtol=1e-4, atol=1e-4)
+FORMS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "one number as rows": lambda s, w: torch.bmm(s.expand(3, 2, 32), w),
+    "one number as matrices": lambda s, w: torch.bmm(w[:, :2], s.expand(3, 32, 32)),
+    "columns in memory": lambda s, w: torch.bmm(w[:, :1], w[:, :, :16].mT.contiguous().mT),
+    "one number as a vector": lambda s, w: torch.mv(w[0], s.expand(32)),
+    "a product": lambda s, w: torch.bmm(w[:, 0:2], w.mT) @ w,
+    "added": lambda s, w: torch.baddbmm(w[:, 2:4], w[:, :2], w.mT),
+}
+
+
+def test_factors_of_few_rows_in_any_form() -> None:
+    def every(given: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+        return {name: FORMS[name](s, w) for name, (s, w) in given.items()}
+
+    check(every, {name: [torch.randn(1), torch.randn(3, 32, 32)] for name in FORMS})
