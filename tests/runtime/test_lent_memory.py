@@ -15,9 +15,10 @@ import torch
 from iree.runtime import _binding as hal
 
 import npu_iree
+from either import LOCAL_FIRST
 from npu_iree.executable import Executable
 from npu_iree.runner import Runner
-from programs.launch import run, wait_until
+from programs.launch import wait_until
 from tolerances import assert_same
 
 pytestmark = pytest.mark.usefixtures("shared_cache")
@@ -69,6 +70,7 @@ def test_calls_have_the_same_memory(device: npu_iree.Device) -> None:
     assert device.arenas.nbytes == first
 
 
+@pytest.mark.parametrize("device", LOCAL_FIRST, indirect=True)
 def test_graphs_share_memory(device: npu_iree.Device) -> None:
     fast, other = compiled(chain, device), compiled(short_chain, device)
     x, *_ = images()
@@ -102,6 +104,7 @@ def test_calls_under_way_at_once_have_memory_of_their_own(
         assert_same(handle.to_host(timeout_s=30), value)
 
 
+@pytest.mark.parametrize("device", LOCAL_FIRST, indirect=True)
 def test_a_refused_call_leaves_nothing_lent(
     device: npu_iree.Device, compile_function: Compile
 ) -> None:
@@ -116,6 +119,7 @@ def test_a_refused_call_leaves_nothing_lent(
     assert_same(function(handle)[0].to_host(timeout_s=30), chain(x))
 
 
+@pytest.mark.parametrize("device", LOCAL_FIRST, indirect=True)
 def test_a_call_beside_a_load_uses_nothing_that_others_have(
     device: npu_iree.Device, compile_function: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +161,7 @@ def test_a_chain_of_calls_has_one_arena(device: npu_iree.Device, compile_functio
     assert_same(handle.to_host(timeout_s=30), expected)
 
 
+@pytest.mark.parametrize("device", LOCAL_FIRST, indirect=True)
 def test_memory_goes_with_what_was_compiled(device: npu_iree.Device) -> None:
     before = device.arenas.nbytes
     fast = compiled(chain, device)
@@ -168,6 +173,7 @@ def test_memory_goes_with_what_was_compiled(device: npu_iree.Device) -> None:
     assert device.arenas.nbytes == before
 
 
+@pytest.mark.parametrize("device", LOCAL_FIRST, indirect=True)
 def test_released_memory_is_there_again_in_the_next_call(device: npu_iree.Device) -> None:
     fast, (x, y, _) = compiled(chain, device), images()
     assert_same(fast(x), chain(x))
@@ -279,9 +285,14 @@ def test_results_outlive_what_was_compiled(local: npu_iree.Device) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
-def test_results_are_there_in_a_forked_child() -> None:
+def test_results_are_there_in_a_forked_child(local: npu_iree.Device) -> None:
     """A loader's workers, say, may have the results of a call."""
-    assert run("forked_results") == {"bytes": 4 * MIB, "right": True}
+    array = compiled(several, local)(images()[0])[0].numpy()  # no threads, which a child lacks
+    total = array.sum()
+    assert local.blocks.lent_bytes >= 8 * MIB
+    if not (child := os.fork()):
+        os._exit(0 if array.sum() == total else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_gradients_stay_from_step_to_step(local: npu_iree.Device) -> None:
