@@ -21,6 +21,8 @@ from npu_iree.targets import NPU_LOCAL
 from npu_iree.timeline import Gate, Timepoint
 from npu_iree.transfers import Ledger
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 Compile = Callable[..., Runner]
 
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+pytestmark = pytest.mark.usefixtures("shared_cache")
+
 # The block of a unit is 32 x 32, 32 deep; panels hold 32 columns.
 SHAPES = [
     (32, 192, 32),  # the least that the unit is used for

@@ -62,7 +62,7 @@ def calls(draw: st.DrawFn) -> tuple[list[torch.Tensor], list[Any]]:
     return tensors, [*window, False, [0], groups]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(calls())
 def test_a_convolution_along_one_dimension(call: tuple[list[torch.Tensor], list[Any]]) -> None:
     tensors, rest = call
@@ -118,7 +118,7 @@ def pair_of(data: st.DataObject, low: int, high: int) -> list[int]:
     return data.draw(st.lists(st.integers(low, high), min_size=2, max_size=2))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_each_channel_by_itself_in_two_dimensions(data: st.DataObject) -> None:
     pair = functools.partial(pair_of, data)
@@ -137,7 +137,7 @@ def test_each_channel_by_itself_in_two_dimensions(data: st.DataObject) -> None:
     assert_same(rewritten(x, weight), expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_images(data: st.DataObject) -> None:
     pair = functools.partial(pair_of, data)
@@ -172,7 +172,7 @@ def is_convolved_over_batch(gradient: torch.Tensor, kernel: Sequence[int]) -> bo
     return features == 32 and 1 not in (width, *kernel) and bool(pieces)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_gradients_of_images(data: st.DataObject) -> None:
     pair = functools.partial(pair_of, data)
@@ -215,7 +215,7 @@ def moves(draw: st.DrawFn) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: functools.reduce(lambda y, move: move[0](y, *move[1:]), made, x)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(moves())
 def test_moves_of_what_is_broadcast(move: Callable[[torch.Tensor], torch.Tensor]) -> None:
     tensors = torch.randn(9, 1, 1, 1), torch.randn(1, 10, 1), torch.randn(11)
@@ -414,7 +414,7 @@ def test_matrices_in_any_order(steps: list[str], data: st.DataObject) -> None:
     assert_close_to_largest((Dense(rewritten).run(*tensors),), (network(*tensors),))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_sums_of_sums(data: st.DataObject) -> None:
     """Of any dimensions and sizes: what is long is short here."""
@@ -496,7 +496,7 @@ def test_a_matrix_whose_dimensions_stay_in_place_is_not_transposed() -> None:
     assert_same(rewritten(x, weight), x @ weight)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_products_by_repeated_matrices(data: st.DataObject) -> None:
     heads, times, m, k, n = (data.draw(st.integers(1, 4)) for _ in range(5))
