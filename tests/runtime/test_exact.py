@@ -143,16 +143,18 @@ def test_it_gives_what_eager_gives(name: str) -> None:
     assert_same(torch.compile(function, backend="npu_iree")(*inputs), function(*inputs))
 
 
-@pytest.mark.parametrize("first", FIRSTS)
-def test_results_of_any_size_that_begin_alike(first: str) -> None:
-    def joined(x: torch.Tensor) -> Any:
-        begin = FIRSTS[first](x)
-        return x * 3 + 1, *(torch.cat([begin, y]) for y in (x, x * 3, x.sin(), x))
+def test_results_of_any_size_that_begin_alike() -> None:
+    def joined(*given: torch.Tensor) -> dict[str, Any]:
+        found = dict[str, Any]()
+        for (name, first), x in zip(FIRSTS.items(), given, strict=True):
+            begin = first(x)
+            found[name] = x * 3 + 1, *(torch.cat([begin, y]) for y in (x, x * 3, x.sin(), x))
+        return found
 
     fast = torch.compile(joined, backend="npu_iree", dynamic=True)
     for rows in (5, 2, 9):
-        x = torch.randn(rows, 3)
-        assert_same(fast(x), joined(x))
+        given = [torch.randn(rows, 3) for _ in FIRSTS]
+        assert_same(fast(*given), joined(*given))
 
 
 def test_an_integer_made_of_a_fraction_is_zero() -> None:
@@ -236,7 +238,8 @@ def test_what_a_mask_sets_is_chosen(dynamic: bool, counts: Counter[str]) -> None
     """On the device, and in eager's strides, whatever those of the mask are."""
     put, mask = torch.ops.aten.index_put.default, torch.rand(3, 4) > 0.5
 
-    def choose(x: torch.Tensor, mask: torch.Tensor, row: torch.Tensor) -> list[torch.Tensor]:
+    def choose(x: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+        row = x[0]
         negative, nan = x * 2, x / x.detach()
         negative[negative < 0] = 7
         nan[mask] = float("nan")
@@ -245,12 +248,15 @@ def test_what_a_mask_sets_is_chosen(dynamic: bool, counts: Counter[str]) -> None
             *(put(x, [mask], row[0]), put(x, [mask], row[:1], True), put(x, [mask[:, 0]], row[0])),
         ]
 
-    compiled = torch.compile(choose, backend="npu_iree", dynamic=dynamic)
-    for x in (torch.randn(3, 4, 5), torch.randn(5, 4, 3).permute(2, 1, 0)):
-        expected, found = choose(x, mask, x[0]), compiled(x, mask, x[0])
-        assert_same(found, expected)
-        if not dynamic:
-            assert [t.stride() for t in found] == [t.stride() for t in expected]
+    def both(x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+        return [*choose(x, mask), *choose(y, mask)]
+
+    given = torch.randn(3, 4, 5), torch.randn(5, 4, 3).permute(2, 1, 0), mask
+    expected = both(*given)
+    found = torch.compile(both, backend="npu_iree", dynamic=dynamic)(*given)
+    assert_same(found, expected)
+    if not dynamic:
+        assert [t.stride() for t in found] == [t.stride() for t in expected]
     assert counts["host_ops"] == 0
 
 
