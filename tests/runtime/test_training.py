@@ -55,6 +55,7 @@ class Together(nn.Module):
 
 MASK = torch.zeros(5, 7).index_put((torch.tensor([2]),), torch.tensor(-INF))  # row 2 sees nothing
 ATTENTION: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "plain": ((2, 2, 5, 5), {}),
     "causal, fewer queries": ((3, 3, 4, 7), {"is_causal": True}),
     "mask and scale": ((3, 3, 5, 7), {"attn_mask": MASK, "scale": 0.3}),
     "boolean mask and groups": ((4, 2, 5, 7), {"attn_mask": MASK == 0, "enable_gqa": True}),
