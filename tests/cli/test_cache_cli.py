@@ -5,40 +5,29 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from command import Ended, invoke
 from lowering.cache import Entry
-from npu_iree import cli
 from once import made_once
 from programs.launch import run as run_program
 
-COMMAND = str(Path(sys.executable).parent / "npu-iree")
-Cli = Callable[..., subprocess.CompletedProcess[str]]
-
-
-def run(folder: Path | str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    env = {"COLUMNS": "240", "NPU_IREE_CACHE": str(folder), **env}
-    command = [COMMAND, "cache", *args]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
+Cli = Callable[..., Ended]
 
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Run a command in this process: the same code from `main` on, without the imports."""
+    """Run a command in this process, by default in a wide terminal."""
 
-    def call_(folder: Path | str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    def call_(folder: Path | str, *args: str, columns: int = 240, **env: str) -> Ended:
         for name, value in {"NPU_IREE_CACHE": str(folder), **env}.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(sys, "argv", [COMMAND, "cache", *args])
-        with pytest.raises(SystemExit) as raised:
-            cli.main()
-        code = raised.value.code
-        return subprocess.CompletedProcess(args, code or 0, *capsys.readouterr())  # type: ignore[arg-type]
+        monkeypatch.setattr("npu_iree.cli.cache.console.width", columns)
+        return invoke(monkeypatch, capsys, "cache", *args)
 
     return call_
 
@@ -72,32 +61,32 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in files(folder)}
 
 
-def said(done: subprocess.CompletedProcess[str]) -> str:
+def said(done: Ended) -> str:
     """Return what a command that went well has printed."""
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    return done.stdout
+    assert (done.code, done.err) == (0, ""), done.err
+    return done.out
 
 
-def complaint(done: subprocess.CompletedProcess[str], code: int = 1) -> str:
+def complaint(done: Ended, code: int = 1) -> str:
     """Return the clear message of a command that could not do what it was asked to."""
-    assert "Traceback" not in done.stderr
-    assert done.returncode == code
-    assert done.stderr.startswith("error: ")
-    return done.stderr
+    assert "Traceback" not in done.err
+    assert done.code == code
+    assert done.err.startswith("error: ")
+    return done.err
 
 
-@pytest.mark.parametrize("columns", ["80", "240"])
-def test_ls_lists_the_most_recently_used_first(folder: Path, columns: str) -> None:
+@pytest.mark.parametrize("columns", [80, 240])
+def test_ls_lists_the_most_recently_used_first(call: Cli, folder: Path, columns: int) -> None:
     for i, path in enumerate(files(folder)):
         os.utime(path, (1e9 + i, 1e9 + i))
-    text = said(run(folder, "ls", COLUMNS=columns))
+    text = said(call(folder, "ls", columns=columns))
     places = [text.index(path.stem[:16]) for path in files(folder)]
     assert places == sorted(places)
     assert text.count("npu-local") == 4
 
 
-def test_info_counts(folder: Path) -> None:
-    text = said(run(folder, "info", NPU_IREE_CACHE_LIMIT_BYTES="123456789"))
+def test_info_counts(call: Cli, folder: Path) -> None:
+    text = said(call(folder, "info", NPU_IREE_CACHE_LIMIT_BYTES="123456789"))
     size = sum(path.stat().st_size for path in files(folder))
     assert str(folder) in text
     assert f"{size} of at most 123456789" in text
@@ -105,18 +94,18 @@ def test_info_counts(folder: Path) -> None:
     assert [line.split()[3] for line in text.splitlines() if "denials" in line] == ["1"]
 
 
-def test_why_names_the_part_that_differs(folder: Path) -> None:
+def test_why_names_the_part_that_differs(call: Cli, folder: Path) -> None:
     by_flags = {
         "ukernels=none" in Entry.from_bytes(p.read_bytes()).parts["flags"]: p for p in files(folder)
     }
     program = Entry.from_bytes(by_flags[True].read_bytes()).parts["program"]
     parts = {p: Entry.from_bytes(p.read_bytes()).parts for p in files(folder)}
     (twin,) = [p for p in parts if parts[p]["program"] == program and p != by_flags[True]]
-    text = said(run(folder, "why", by_flags[True].stem[:12], twin.stem[:12]))
+    text = said(call(folder, "why", by_flags[True].stem[:12], twin.stem[:12]))
     assert "flags" in text
     assert "ukernels=none" in text.replace("\n", "")
     assert "program" not in text
-    assert "the same" in said(run(folder, "why", twin.stem[:12], twin.stem[:12]))
+    assert "the same" in said(call(folder, "why", twin.stem[:12], twin.stem[:12]))
 
 
 @pytest.mark.parametrize("prefix", ["", "zzzz", "[/nothing]", "[bold]"])
@@ -125,38 +114,36 @@ def test_why_says_when_a_prefix_names_no_entry(call: Cli, folder: Path, prefix: 
     assert f"{4 * (not prefix)} entries begin with {prefix!r}" in message
 
 
-def test_verify_compiles_to_the_same_bytes(folder: Path) -> None:
+def test_verify_compiles_to_the_same_bytes(call: Cli, folder: Path) -> None:
     before = contents(folder)
-    assert "4 of 4 entries" in said(run(folder, "verify", "--sample", "0"))
+    assert "4 of 4 entries" in said(call(folder, "verify", "--sample", "0"))
     assert contents(folder) == before
 
 
-def test_verify_finds_an_entry_that_is_not_what_its_source_says(folder: Path) -> None:
-    path = files(folder)[0]
-    entry = Entry.from_bytes(path.read_bytes())
-    path.write_bytes(Entry(entry.parts, entry.flags, entry.vmfb + b"\0", entry.source).to_bytes())
-    done = run(folder, "verify", "--sample", "0")
-    assert (done.returncode, done.stderr) == (1, "")
-    assert f"{path.stem[:16]} differs" in done.stdout
-    assert "3 of 4 entries" in done.stdout
+def test_verify_tells_which_entries_are_not_right_and_goes_on(call: Cli, folder: Path) -> None:
+    longer, nonsense, left_out, _ = files(folder)
+    left_out.unlink()
+    entry = Entry.from_bytes(longer.read_bytes())
+    other = Entry(entry.parts, entry.flags, entry.vmfb + b"\0", entry.source)
+    longer.write_bytes(other.to_bytes())
+    entry = Entry.from_bytes(nonsense.read_bytes())
+    unreadable = Entry(entry.parts, entry.flags, entry.vmfb, "nonsense")
+    nonsense.write_bytes(unreadable.to_bytes())
+    done = call(folder, "verify", "--sample", "0")
+    assert (done.code, "Traceback" in done.err) == (1, False)
+    assert f"{longer.stem[:16]} differs" in done.out
+    assert f"{nonsense.stem[:16]} cannot be compiled" in done.out
+    assert "1 of 3 entries" in done.out
 
 
 def test_verify_finds_a_damaged_file(call: Cli, folder: Path) -> None:
-    path = files(folder)[0]
-    path.write_bytes(path.read_bytes()[:-1])
+    damaged, *others = files(folder)
+    for path in others:
+        path.unlink()
+    damaged.write_bytes(damaged.read_bytes()[:-1])
     done = call(folder, "verify", "--sample", "1")
-    assert done.returncode == 1
-    assert path.stem[:16] in done.stdout
-
-
-def test_verify_says_what_cannot_be_compiled_any_more(call: Cli, folder: Path) -> None:
-    path = files(folder)[0]
-    entry = Entry.from_bytes(path.read_bytes())
-    path.write_bytes(Entry(entry.parts, entry.flags, entry.vmfb, "nonsense").to_bytes())
-    done = call(folder, "verify", "--sample", "0")
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert path.stem[:16] in done.stdout + done.stderr
+    assert done.code == 1
+    assert damaged.stem[:16] in done.out
 
 
 @pytest.mark.parametrize(
@@ -174,12 +161,10 @@ def test_verify_reports_a_crash_of_the_compiler_and_goes_on(
     assert 0 < len(crashing) < 4
     fault = f"linalg-to-flow:{kind}:aten.relu.default"
     done = call(folder, "verify", "--sample", "0", NPU_IREE_FAULT=fault)
-    assert done.returncode == 1
-    assert done.stdout.count(why) == len(crashing)
-    assert {
-        line[:16] for line in done.stdout.splitlines() if "cannot be compiled" in line
-    } == crashing
-    assert f"{4 - len(crashing)} of 4 entries" in done.stdout
+    assert done.code == 1
+    assert done.out.count(why) == len(crashing)
+    assert {line[:16] for line in done.out.splitlines() if "cannot be compiled" in line} == crashing
+    assert f"{4 - len(crashing)} of 4 entries" in done.out
 
 
 def test_prune_keeps_what_was_used_last(call: Cli, folder: Path) -> None:
@@ -190,18 +175,20 @@ def test_prune_keeps_what_was_used_last(call: Cli, folder: Path) -> None:
     assert "removed 0 entries" in said(call(folder, "prune"))
 
 
-def test_clear_removes_everything(folder: Path) -> None:
+def test_clear_removes_everything(call: Cli, folder: Path) -> None:
     files(folder)[0].write_bytes(b"")
-    said(run(folder, "clear"))
+    said(call(folder, "clear"))
     assert files(folder) == []
     assert [path for path in folder.rglob("*") if path.is_file()] == []
-    assert "removed 0" in said(run(folder, "clear"))
+    assert "removed 0" in said(call(folder, "clear"))
 
 
-def test_an_export_is_imported_elsewhere_and_hit_there(folder: Path, tmp_path: Path) -> None:
+def test_an_export_is_imported_elsewhere_and_hit_there(
+    call: Cli, folder: Path, tmp_path: Path
+) -> None:
     archive, other = tmp_path / "cache.zip", tmp_path / "other"
-    assert "4 entries" in said(run(folder, "export", str(archive)))
-    assert "took over 4 entries" in said(run(other, "import", str(archive)))
+    assert "4 entries" in said(call(folder, "export", str(archive)))
+    assert "took over 4 entries" in said(call(other, "import", str(archive)))
     assert contents(other) == contents(folder)
     answer = run_program("cases", "f32", "flags", "mixed", NPU_IREE_CACHE=str(other))
     assert answer["right"]
@@ -263,7 +250,7 @@ def test_import_says_that_a_denial_record_is_damaged(
 def test_export_says_where_it_cannot_write(call: Cli, folder: Path, tmp_path: Path) -> None:
     file = tmp_path / "no folder" / "cache.zip"
     assert str(file) in complaint(call(folder, "export", str(file))).replace("\n", "")
-    assert call(folder, "verify", "--sample", "-1").returncode == 2
+    assert call(folder, "verify", "--sample", "-1").code == 2
 
 
 def test_an_export_that_fails_leaves_what_was_there(
@@ -289,10 +276,12 @@ def test_import_says_that_the_cache_cannot_be_written_to(
     assert str(file) in complaint(call(file, "import", str(archive))).replace("\n", "")
 
 
-@pytest.mark.parametrize("columns", ["80", "300"])
-def test_denials_show_op_line_reason_and_a_repro_that_is_there(folder: Path, columns: str) -> None:
-    text = said(run(folder, "denials", COLUMNS=columns))
-    if columns == "300":
+@pytest.mark.parametrize("columns", [80, 300])
+def test_denials_show_op_line_reason_and_a_repro_that_is_there(
+    call: Cli, folder: Path, columns: int
+) -> None:
+    text = said(call(folder, "denials", columns=columns))
+    if columns == 300:
         for part in ("aten.tanh.default", "died of SIGABRT", "cases.py:", "in _mixed", "failures/"):
             assert part in text
     assert "…" not in text, "what is cut off cannot be used"
@@ -330,9 +319,9 @@ def test_a_limit_that_is_no_number_of_bytes_is_one_clear_line(
 )
 def test_wrong_arguments_are_explained(args: list[str], folder: Path, call: Cli) -> None:
     done = call(folder, *args)
-    assert done.returncode == 2
-    assert "Usage" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.code == 2
+    assert "Usage" in done.err
+    assert "Traceback" not in done.err
 
 
 def test_clear_leaves_what_is_not_of_the_cache(folder: Path, call: Cli) -> None:
@@ -340,6 +329,6 @@ def test_clear_leaves_what_is_not_of_the_cache(folder: Path, call: Cli) -> None:
     for other in others:
         other.parent.mkdir(exist_ok=True)
         other.write_text("mine")
-    assert call(folder, "clear").returncode == 0
+    assert call(folder, "clear").code == 0
     assert files(folder) == []
     assert all(other.exists() for other in others)
