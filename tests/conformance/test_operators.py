@@ -24,14 +24,14 @@ from npu_iree import toolchain
 from npu_iree.conformance import cases, judge, report
 from npu_iree.conformance.cases import Case
 from npu_iree.conformance.observe import COMPARED_BY, _plain
-from npu_iree.conformance.pool import Died, Progress, run_all
+from npu_iree.conformance.pool import Died, run_all
 from npu_iree.conformance.run import _died, read_journal, run_cases
 from npu_iree.conformance.verdict import Verdict
 from npu_iree.errors import OptionError
+from programs.pool_tasks import fail, make_ready
 
 COMMAND = (str(Path(sys.executable).parent / "npu-iree"), "conformance")
 Command = Callable[..., Ended]
-RIGHT = "^(add|mm|nn.functional.relu|median|cumsum)$"
 
 
 @pytest.fixture
@@ -44,17 +44,15 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(args, capture_output=True, text=True)
 
 
-def test_right_operators_pass_and_say_where_they_ran(tmp_path: Path) -> None:
+def test_right_operators_pass_and_say_where_they_ran(tmp_path: Path, command: Command) -> None:
     files = {name: tmp_path / name for name in ("journal", "verdicts", "junit")}
-    done = run(
-        *COMMAND, "ops", "--filter", RIGHT, "--samples", "1", "--target", "npu-virtual",
-        "--journal", str(files["journal"]), "--json", str(files["verdicts"]),
-        "--junit", str(files["junit"]),
+    done = command(
+        "ops", "--filter", "^(mm|median)$", "--samples", 1, "--target", "npu-virtual", "-j", 1,
+        "--journal", files["journal"], "--json", files["verdicts"], "--junit", files["junit"],
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.code == 0, done.out + done.err
     found = {v.key: v.outcome for v in read_journal(files["verdicts"]).values()}
-    assert found["add[f32]"] == found["mm[f32]"] == "device"
-    assert found["median[f32]"] == "host"
+    assert found == {"mm[f32]": "device", "median[f32]": "host"}
     assert read_journal(files["journal"]) == read_journal(files["verdicts"])
     suite = ElementTree.parse(files["junit"]).getroot()
     assert len(suite.findall(".//testcase")) == len(found)
@@ -78,8 +76,15 @@ def nothing(case: Any, progress: Any) -> Verdict:
     return Verdict(case.key, "device")
 
 
-def test_a_journal_is_of_one_run(tmp_path: Path) -> None:
+def test_a_journal_is_of_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = tmp_path / "journal"
+    judged: list[Case] = []
+
+    def run_here(function: Any, tasks: list[Case], **_: Any) -> list[tuple[Case, Verdict]]:
+        judged.extend(tasks)
+        return [(task, function(task, print)) for task in tasks]
+
+    monkeypatch.setattr("npu_iree.conformance.run.run_all", run_here)
     case = Case("mm", 0, "f32", samples=1, backward=False)
 
     def go_on(target: str) -> list[Verdict]:
@@ -88,6 +93,7 @@ def test_a_journal_is_of_one_run(tmp_path: Path) -> None:
         return list(found)
 
     assert go_on("npu-local") == go_on("npu-local") == [Verdict("mm[f32]", "device")]
+    assert judged == [case]
     with pytest.raises(OptionError, match="target npu-local, not cuda"):
         go_on("cuda")
     journal.write_text("a,b\n")
@@ -203,25 +209,9 @@ def test_an_error_of_ours_is_one_and_an_error_of_eagers_is_none(
     assert outcome(monkeypatch, torch.relu, torch.ones(3)).outcome == "error"
 
 
-def _fail(kind: str, progress: Progress) -> str:
-    progress(kind)
-    if "hang" in kind:
-        progress(len(kind))
-        signal.pause()
-    if kind == "raise":
-        raise ValueError("no reason")
-    if kind == "abort":
-        os.abort()
-    return f"{kind} {os.environ['MADE_READY']}"
-
-
-def _make_ready() -> None:
-    os.environ["MADE_READY"] = "as asked"
-
-
 def test_a_crash_and_a_hang_end_one_case_only() -> None:
     tasks = ["fine", "abort", "hang", "raise", "fine too"]
-    answers = dict(run_all(_fail, tasks, workers=2, limit_s=5, make_ready=_make_ready))
+    answers = dict(run_all(fail, tasks, workers=2, limit_s=5, make_ready=make_ready))
     assert answers["fine"] == "fine as asked"
     assert answers["fine too"] == "fine too as asked"
     assert answers["abort"] == Died("abort", "SIGABRT")
