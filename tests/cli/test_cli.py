@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from either import LOCAL_FIRST
+from command import Ended, invoke
 
+Command = Callable[..., Ended]
 COMMAND = str(Path(sys.executable).parent / "npu-iree")
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return lambda *args: invoke(monkeypatch, capsys, *args)
 
 
 def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -20,69 +27,58 @@ def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("target", LOCAL_FIRST)
-def test_demo_prints_the_table_and_nothing_else(target: str, tmp_path: Path) -> None:
-    done = run(COMMAND, "demo", "--target", target, "--layers", "1", NPU_IREE_DUMP=str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    for text in (
-        "region0",
-        "aten.median.default",
-        "disabled_ops",
-        "demo.py:",
-        "largest difference",
-    ):
-        assert text in done.stdout
-    assert ("staged" if target == "npu-virtual" else "aliased") in done.stdout
-    assert list(tmp_path.glob("graph*/region0/repro.sh"))
+@pytest.mark.sweep
+def test_demo_tells_of_copies_to_a_memory_of_its_own() -> None:
+    done = run(COMMAND, "demo", "--target", "npu-virtual", "--layers", "1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "staged" in done.stdout
 
 
-def test_an_unknown_target_is_one_clear_line() -> None:
-    done = run(COMMAND, "demo", "--target", "npu-locl")
-    assert done.returncode == 2
-    assert "Did you mean 'npu-local'?" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_an_unknown_target_is_one_clear_line(command: Command) -> None:
+    done = command("demo", "--target", "npu-locl")
+    assert done.code == 2
+    assert "Did you mean 'npu-local'?" in done.err
+    assert "Traceback" not in done.err
 
 
-def test_targets_and_settings_are_listed() -> None:
-    targets = run(COMMAND, "targets")
-    assert targets.returncode == 0
-    assert all(name in targets.stdout for name in ("npu-local", "npu-virtual", "cuda"))
-    assert "NPU_IREE_DUMP" in run(COMMAND, "settings").stdout
+def test_targets_and_settings_are_listed(command: Command) -> None:
+    targets = command("targets")
+    assert targets.code == 0
+    assert all(name in targets.out for name in ("npu-local", "npu-virtual", "cuda"))
+    assert "NPU_IREE_DUMP" in command("settings").out
 
 
 SCRIPT = """
-import torch, npu_iree
+import torch
+assert "npu_iree" in torch._dynamo.list_backends()   # which needs no import
 layer = torch.nn.Linear(8, 8)
 compiled = torch.compile(layer, backend="npu_iree", options={"target": TARGET})
-handle = npu_iree.open_device(TARGET).put(torch.ones(4))   # alive at the end
 with torch.no_grad():
     kept = compiled(torch.ones(2, 8))
+import npu_iree
+handle = npu_iree.open_device(TARGET).put(torch.ones(4))   # alive at the end
 """
 
 
 @pytest.mark.parametrize(
     ("target", "end"),
     [
-        ("npu-local", ""),
-        ("npu-virtual", ""),
         ("npu-local", "raise SystemExit(0)"),
+        ("npu-virtual", ""),
         ("npu-local", "device = npu_iree.open_device(TARGET)"),
-        pytest.param("npu-virtual", "raise SystemExit(0)", marks=pytest.mark.sweep),
-        pytest.param(
-            "npu-virtual", "device = npu_iree.open_device(TARGET)", marks=pytest.mark.sweep
+        *(
+            pytest.param(*case, marks=pytest.mark.sweep)
+            for case in (
+                ("npu-local", ""),
+                ("npu-virtual", "raise SystemExit(0)"),
+                ("npu-virtual", "device = npu_iree.open_device(TARGET)"),
+            )
         ),
     ],
 )
-def test_a_process_ends_without_a_word(target: str, end: str) -> None:
-    done = run(
-        sys.executable,
-        "-c",
-        SCRIPT.replace("TARGET", repr(target)) + end.replace("TARGET", repr(target)),
-    )
+def test_a_process_that_knows_the_backend_by_name_ends_without_a_word(
+    target: str, end: str
+) -> None:
+    code = (SCRIPT + end).replace("TARGET", repr(target))
+    done = run(sys.executable, "-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_the_backend_needs_no_import() -> None:
-    code = "import torch; print('npu_iree' in torch._dynamo.list_backends())"
-    assert run(sys.executable, "-c", code).stdout.strip() == "True"
