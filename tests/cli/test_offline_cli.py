@@ -124,9 +124,11 @@ def test_completion_is_a_script_of_the_shell(
     assert "_NPU_IREE_COMPLETE" in done.out
 
 
-def test_completion_gives_the_commands() -> None:
+def test_completion_gives_the_commands(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     env = {"_NPU_IREE_COMPLETE": "complete_bash", "COMP_WORDS": "npu-iree i", "COMP_CWORD": "1"}
-    assert end(start(**env)).out.split() == ["inspect"]
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert command().out.split() == ["inspect"]
 
 
 def test_run_writes_each_result(command: Command, folder: Path, tmp_path: Path) -> None:
