@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -49,9 +50,11 @@ def invoke(
     """Run `npu-iree` in this process."""
     capsys.readouterr()
     monkeypatch.setattr(sys, "argv", ["npu-iree", *map(str, args)])
-    code = 0
+    code, handler = 0, signal.getsignal(signal.SIGTERM)  # which a command sets
     try:
         main()
     except SystemExit as ended:
         code = int(ended.code or 0)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
     return Ended(code, *capsys.readouterr())
