@@ -45,12 +45,12 @@ class Net(torch.nn.Module):
 
 
 class Broken(Net):
-    """The same with a graph break."""
+    """The same with a graph break before it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.tanh(self.first(x))
         torch._dynamo.graph_break()
-        return self.second(y).exp()
+        return self.second(y - torch.median(y)).exp()
 
 
 class Plain(Net):
@@ -75,11 +75,12 @@ def _infer(*sizes: int) -> Steps:
 
 
 def _infer_other_weights(model: Any) -> list[torch.Tensor]:
+    """Call a graph of one size, and it and one of any size with other weights."""
     with torch.no_grad():
         before = model(_random(4, 8))
         for parameter in model.parameters():
             parameter.data.mul_(1.5)
-        return [before, model(_random(4, 8))]
+        return [before, *(model(_random(size, 8)) for size in (4, 6, 9))]
 
 
 def _train(model: Any) -> list[torch.Tensor]:
@@ -98,8 +99,7 @@ def _train(model: Any) -> list[torch.Tensor]:
 MODELS: dict[str, tuple[Callable[[], Callable[..., Any]], Steps]] = {
     "host-op": (Net, _infer(4)),
     "graph-break": (Broken, _infer(4)),
-    "dynamic": (Plain, _infer(4, 6, 9)),
-    "other-weights": (Plain, _infer_other_weights),
+    "dynamic": (Plain, _infer_other_weights),
     "training": (Plain, _train),
     "plain": (Plain, _infer(4)),
     "other-shape": (Plain, _infer(5)),

@@ -46,7 +46,7 @@ def done(*jobs: Job, python: Path | None = None, **env: str) -> list[dict[str, A
 def test_what_one_process_saves_another_runs_without_a_compiler(
     tmp_path: Path, runtime_only_python: Path
 ) -> None:
-    hits = {"host-op": 3, "graph-break": 2, "training": 2, "dynamic": 2, "other-weights": 1}
+    hits = {"graph-break": 3, "training": 2, "dynamic": 2}
     files = {name: tmp_path / f"{name}.npub" for name in hits}
     saved = done(*(("save", *item) for item in files.items()))
     ran = done(*(("run", *item) for item in files.items()), python=runtime_only_python)
@@ -121,9 +121,20 @@ def test_what_a_bundle_lacks_is_an_error_or_runs_in_eager_or_is_compiled(
 
 # In this process, on small functions:
 
+ON_HOST = {"disabled_ops": ["relu", "mul", "add", "exp", "threshold_backward"]}  # what is quick
+
 
 def doubled(x: torch.Tensor) -> torch.Tensor:
     return torch.relu(x) * 2
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) * self.scale
 
 
 X = torch.randn(4, 8)
@@ -274,8 +285,8 @@ def graphs_in(compiled: Any, file: Path) -> list[str]:
 
 
 def test_a_bundle_holds_the_graphs_of_its_model_alone(tmp_path: Path) -> None:
-    one = torch.compile(torch.nn.Sequential(torch.nn.Linear(8, 4)), backend="npu_iree")
-    other = torch.compile(torch.nn.Sequential(torch.nn.ReLU()), backend="npu_iree")
+    one = torch.compile(torch.nn.Sequential(Scaled()), backend="npu_iree", options=ON_HOST)
+    other = torch.compile(torch.nn.Sequential(torch.nn.ReLU()), backend="npu_iree", options=ON_HOST)
     with torch.no_grad():
         one(X)
         other(X)
@@ -287,9 +298,9 @@ def test_a_bundle_holds_the_graphs_of_its_model_alone(tmp_path: Path) -> None:
 def test_a_graph_that_two_calls_of_torch_compile_share_is_in_the_bundles_of_both(
     tmp_path: Path, counts: Counter[str]
 ) -> None:
-    for make in (lambda: doubled, lambda: torch.nn.Linear(8, 4).requires_grad_(False)):
+    for make in (lambda: doubled, lambda: Scaled().requires_grad_(False)):
         counts.clear()
-        one, other = (torch.compile(make(), backend="npu_iree") for _ in range(2))
+        one, other = (torch.compile(make(), backend="npu_iree", options=ON_HOST) for _ in range(2))
         one(X)
         other(X)
         assert counts["graphs"] == 1
@@ -298,20 +309,16 @@ def test_a_graph_that_two_calls_of_torch_compile_share_is_in_the_bundles_of_both
 
 
 def test_a_module_that_is_compiled_in_place_is_saved(tmp_path: Path) -> None:
-    class Model(torch.nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * 2
-
-    model = Model(8, 4)
-    model.compile(backend="npu_iree")
+    model = Scaled()
+    model.compile(backend="npu_iree", options=ON_HOST)
     model(X).sum().backward()
     assert graphs_in(model, tmp_path / "x") == ["backward", "forward"]
 
 
 def test_a_compiled_function_that_calls_another_keeps_its_graphs(tmp_path: Path) -> None:
-    inner = torch.compile(doubled, backend="npu_iree")
+    inner = torch.compile(doubled, backend="npu_iree", options=ON_HOST)
 
-    @torch.compile(backend="npu_iree")
+    @torch.compile(backend="npu_iree", options=ON_HOST)
     def outer(x: torch.Tensor) -> torch.Tensor:
         y = x + 1
         torch._dynamo.graph_break()
@@ -348,7 +355,7 @@ def test_save_says_where_it_cannot_write(tmp_path: Path) -> None:
     place = tmp_path / "file"
     place.write_text("not a folder")
     with pytest.raises(ArtifactError, match="cannot be written"):
-        saved(doubled, place / "x.npub")
+        saved(doubled, place / "x.npub", **ON_HOST)
     assert [*tmp_path.iterdir()] == [place]
 
 
@@ -358,7 +365,7 @@ def test_what_was_built_is_forgotten_with_its_graph() -> None:
 
     gc.collect()
     before = len(bundles._BUILT)
-    compiled = torch.compile(fresh, backend="npu_iree")
+    compiled = torch.compile(fresh, backend="npu_iree", options=ON_HOST)
     compiled(X)
     assert len(bundles._BUILT) == before + 1
     torch._dynamo.reset()
@@ -389,7 +396,7 @@ def everything(path: Path) -> Any:
     return texts, [bundle.entry(key) for key in keys]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(data=st.data())
 def test_a_damaged_bundle_is_refused_or_as_it_was(
     data: st.DataObject, file: Path, tmp_path_factory: pytest.TempPathFactory
@@ -416,7 +423,7 @@ junk = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(data=st.data())
 def test_a_manifest_that_lies_crashes_nothing(
     data: st.DataObject, file: Path, tmp_path_factory: pytest.TempPathFactory
@@ -456,25 +463,26 @@ import resource, sys
 from pathlib import Path
 from lowering.bundle import Bundle
 from lowering.errors import ArtifactError
-resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))
-try:
-    Bundle(Path(sys.argv[1]))
-except ArtifactError as error:
-    print("refused:", error.reason)
+pages = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (pages + (128 << 20),) * 2)
+for path in sys.argv[1:]:
+    try:
+        Bundle(Path(path))
+    except ArtifactError as error:
+        print("refused:", error.reason)
 """
+BOMBS = (b"[" + b"[]," * (16 << 20) + b"0]", b" " * (128 << 20))  # as objects, or as bytes alone
 
 
-@pytest.mark.parametrize("bomb", [b"[" + b"[]," * (200 << 20) + b"0]", b" " * (512 << 20)])
-def test_a_manifest_that_is_a_bomb_is_refused_within_a_memory_limit(
-    bomb: bytes, tmp_path: Path
-) -> None:
-    path = tmp_path / "x.npub"
-    padding = random.Random(0).randbytes(8 << 20)  # or the directory's numbers give it away
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(MANIFEST, bomb)
-        archive.writestr("artifacts/x.npua", padding)
-    done = subprocess.run([sys.executable, "-c", OPEN, str(path)], capture_output=True, text=True)
-    assert done.stdout.startswith("refused: its member 'bundle.json' has"), done.stderr
+def test_a_manifest_that_is_a_bomb_is_refused_within_a_memory_limit(tmp_path: Path) -> None:
+    padding = random.Random(0).randbytes(1 << 20)  # or the directory's numbers give it away
+    paths = [tmp_path / f"{i}.npub" for i in range(len(BOMBS))]
+    for path, bomb in zip(paths, BOMBS, strict=True):
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(MANIFEST, bomb)
+            archive.writestr("artifacts/x.npua", padding)
+    done = subprocess.run([sys.executable, "-c", OPEN, *paths], capture_output=True, text=True)
+    assert done.stdout.count("refused: its member 'bundle.json' has") == len(BOMBS), done
 
 
 def test_a_record_that_names_ops_that_are_not_there_is_refused(file: Path, tmp_path: Path) -> None:
