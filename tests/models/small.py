@@ -116,6 +116,11 @@ class ChannelsLast(nn.Module):
         return torch.relu(self.conv(image))
 
 
+class Unsigned(nn.Module):
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return (image.float() / 2).to(torch.uint8)
+
+
 class ZeroD(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x + 1, (x * torch.ones(3)).sum(0)
@@ -305,6 +310,7 @@ def signatures() -> dict[str, SmallModel]:
             (seeded(3).double(), torch.tensor([1, -5, 9]), mask, seeded(3).bfloat16(), wave),
         ),
         "channels_last": SmallModel(ChannelsLast(), (image,)),
+        "unsigned": SmallModel(Unsigned(), (torch.tensor([255, 200, 3, 128], dtype=torch.uint8),)),
         "zero_d": SmallModel(ZeroD(), (torch.tensor(2.5),)),
         "writes_input": SmallModel(WritesInput(), (seeded(3), seeded(3, 1).view(3))),
         "tied": SmallModel(Tied(), (torch.tensor([[1, 2, 9]]),)),

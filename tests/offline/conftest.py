@@ -18,9 +18,9 @@ from once import made_once
 
 @pytest.fixture(scope="session")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with bert.vmfb, resnet50.vmfb and llama.vmfb, by the command line from .pt2 files.
+    """A folder with bert.vmfb, resnet.vmfb and llama.vmfb, by the command line from .pt2 files.
 
-    The parameters of ResNet-50 are in a .safetensors file, the others' in a .irpa file.
+    The parameters of the ResNet are in a .safetensors file, the others' in a .irpa file.
     """
     return made_once(tmp_path_factory, "zoo", _compile_zoo)
 
@@ -30,7 +30,7 @@ def _compile_zoo(folder: Path) -> None:
     processes = []
     for name in MODELS:
         sources, artifact = save(name, folder), folder / f"{name}.vmfb"
-        params = "safetensors" if name == "resnet50" else "split"
+        params = "safetensors" if name == "resnet" else "split"
         options = ("-o", artifact, "--params", params, "--verify", "--json", *types)
         processes.append(start("compile", *sources, *options))
     for process in processes:

@@ -33,7 +33,6 @@ from models.small import (
     signatures,
     sized,
 )
-from npu_iree.offline.build import write_artifact
 from npu_iree.offline.load import LoadedProgram
 from npu_iree.offline.trees import read_tree
 from tolerances import assert_same
@@ -59,17 +58,18 @@ def eager(model: SmallModel, *args: Any, **kwargs: Any) -> Any:
         return model.model(*args, **kwargs)
 
 
-@pytest.mark.parametrize("name", signatures())
-def test_a_call_is_the_models(name: str, program: LoadedProgram) -> None:
-    model = signatures()[name]
-    mine, its = copy.deepcopy((model.args, model.kwargs)), (model.args, dict(model.kwargs))
-    expected, actual = eager(model, *its[0], **its[1]), program[name](*mine[0], **mine[1])
-    assert type(actual) is type(expected)
-    assert_same(actual, expected)
-    for one, other in zip(tensors(actual), tensors(expected), strict=True):
-        assert one.stride() == other.stride()
-    for one, other in zip(tensors(mine), tensors(its), strict=True):
-        assert torch.equal(one, other)  # a call writes to an argument if the model does
+def test_a_call_is_the_models(program: LoadedProgram) -> None:
+    models = signatures()
+    assert [*program.entries] == [*models]
+    for name, model in models.items():
+        mine, its = copy.deepcopy((model.args, model.kwargs)), (model.args, dict(model.kwargs))
+        expected, actual = eager(model, *its[0], **its[1]), program[name](*mine[0], **mine[1])
+        assert type(actual) is type(expected), name
+        assert_same(actual, expected)
+        for one, other in zip(tensors(actual), tensors(expected), strict=True):
+            assert one.stride() == other.stride(), name
+        for one, other in zip(tensors(mine), tensors(its), strict=True):
+            assert torch.equal(one, other), name  # a call writes to an argument if the model does
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
@@ -295,6 +295,7 @@ def test_a_failed_call_leaves_the_state_as_it_was(
     assert_same(cache.step(x), eager_cache(x))
 
 
+@pytest.mark.usefixtures("shared_cache")
 @torch.no_grad()
 def test_one_tensor_is_one_whatever_each_entry_point_calls_it(target: str, tmp_path: Path) -> None:
     rows, index = Rows(), torch.tensor([[0, 5, 2, 1]])
@@ -319,30 +320,30 @@ def test_one_tensor_is_one_whatever_each_entry_point_calls_it(target: str, tmp_p
 WRITERS = {CopiesIn: 2, Remembers: 1, SetsTwo: 1}  # -> how many arguments
 
 
-@pytest.fixture(scope="module", params=WRITERS, ids=lambda kind: kind.__name__)
-def writer(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[type[torch.nn.Module], Path]:
-    kind = request.param
-    model = SmallModel(kind(), tuple(torch.zeros(3) for _ in range(WRITERS[kind])))
-    return kind, compiled({"main": model}, tmp_path_factory.mktemp("writer") / "writer.vmfb")
+@pytest.fixture(scope="module")
+def writers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The modules of `WRITERS`, as entry points."""
+    models = {
+        kind.__name__: SmallModel(kind(), tuple(torch.zeros(3) for _ in range(arguments)))
+        for kind, arguments in WRITERS.items()
+    }
+    return compiled(models, tmp_path_factory.mktemp("writers") / "writers.vmfb")
 
 
 @torch.no_grad()
-def test_what_is_written_is_nobody_elses_memory(
-    writer: tuple[type[torch.nn.Module], Path], target: str
-) -> None:
+def test_what_is_written_is_nobody_elses_memory(writers: Path, target: str) -> None:
     """A state that is set to an argument stays what it was when the caller goes on to write."""
-    kind, path = writer
-    model, program = kind(), npu_iree.load(path, target)
-    for step in range(3):
-        mine = [torch.arange(3.0) + step + i for i in range(WRITERS[kind])]
-        its = copy.deepcopy(mine)
-        expected, actual = model(*its), program(*mine)
-        assert_same(actual, expected)
-        assert_same(mine, its)
-        for tensor in (*mine, *tensors(actual), *its, *tensors(expected)):
-            tensor.fill_(50)
+    program = npu_iree.load(writers, target)
+    for kind, arguments in WRITERS.items():
+        model, entry = kind(), program[kind.__name__]
+        for step in range(3):
+            mine = [torch.arange(3.0) + step + i for i in range(arguments)]
+            its = copy.deepcopy(mine)
+            expected, actual = model(*its), entry(*mine)
+            assert_same(actual, expected)
+            assert_same(mine, its)
+            for tensor in (*mine, *tensors(actual), *its, *tensors(expected)):
+                tensor.fill_(50)
 
 
 @torch.no_grad()
@@ -360,17 +361,6 @@ def test_a_model_with_states_says_which(cache: LoadedProgram) -> None:
     with pytest.raises(npu_iree.ArgumentError, match="no entry point 'stop'"):
         cache["stop"]
     assert "npu_iree" in inspect.getmodule(type(cache.step)).__name__
-
-
-def test_unsigned_bytes_go_in_and_out(tmp_path: Path) -> None:
-    class Halved(torch.nn.Module):
-        def forward(self, image: torch.Tensor) -> torch.Tensor:
-            return (image.float() / 2).to(torch.uint8)
-
-    image = torch.tensor([255, 200, 3, 128], dtype=torch.uint8)
-    write_artifact({"main": torch.export.export(Halved(), (image,))}, tmp_path / "halved.vmfb")
-    program = npu_iree.load(tmp_path / "halved.vmfb")
-    assert_same(program(image), Halved()(image))
 
 
 def test_a_file_of_safetensors_is_an_input_and_a_call_that_writes_is_timed(

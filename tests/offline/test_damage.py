@@ -30,7 +30,7 @@ from npu_iree.offline.trees import read_tree
 from runtime_env import ROOT
 
 MANY = settings(
-    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 Row = dict[str, Any]
 
@@ -306,8 +306,9 @@ def test_a_manifest_is_written_as_it_is_read(net: Path, cache_artifact: Path) ->
 
 
 def test_a_huge_manifest_is_refused(artifact: Path) -> None:
+    honest = os.urandom(1 << 20).hex()  # what is smaller by so much is refused for that
     assert "at most 67108864 are read" in refusal(
-        artifact, lambda r: json.dumps({**r, "x": os.urandom(40 << 20).hex()})
+        artifact, lambda r: json.dumps({**r, "x": honest + "x" * (64 << 20)})
     )
 
 
@@ -362,7 +363,7 @@ expressions = st.recursive(
 
 
 @pytest.mark.timeout(120)
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(expressions)
 def test_every_expression_of_sizes_ends_in_a_number_or_a_refusal(text: str) -> None:
     with contextlib.suppress(ValueError):
@@ -417,7 +418,7 @@ trees = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(trees)
 def test_any_tree_is_read_or_refused(tree: object) -> None:
     with contextlib.suppress(ValueError):
@@ -438,24 +439,26 @@ from npu_iree.errors import ArtifactError
 from pathlib import Path
 pages = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (pages + (256 << 20),) * 2)
-try:
-    lowering.vmfb.unpack(Path(sys.argv[1]))
-except ArtifactError as error:
-    print("refused:", error.reason)
+for path in sys.argv[1:]:
+    try:
+        lowering.vmfb.unpack(Path(path))
+        print("read")
+    except ArtifactError as error:
+        print("refused:", error.reason)
 """
 
 
 def bomb(path: Path) -> bytes:
-    """A manifest of 1 GiB of blanks, in 1 MiB."""
+    """A manifest of half a GiB of zeros, in half a MiB."""
     _, module = unpack(path)
     file = io.BytesIO(module)
     with zipfile.ZipFile(file, "a", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(MEMBER, bytes(1 << 30))
+        archive.writestr(MEMBER, bytes(1 << 29))
     return file.getvalue()
 
 
-def declared_small(path: Path) -> bytes:
-    data = bytearray(bomb(path))
+def declared_small(bomb: bytes) -> bytes:
+    data = bytearray(bomb)
     at = data.rindex(b"PK\x01\x02")
     struct.pack_into("<I", data, at + 24, 100)
     return bytes(data)
@@ -466,15 +469,20 @@ def wide(path: Path) -> bytes:
     return with_manifest(path, lambda r: entry(r).update(names=["x"] * 3_000_000))
 
 
-@pytest.mark.parametrize("make", [bomb, declared_small, wide])
-def test_little_memory_is_enough_to_refuse(make: Callable[[Path], bytes], artifact: Path) -> None:
-    artifact.write_bytes(make(artifact))
+def test_little_memory_is_enough_to_refuse(artifact: Path) -> None:
+    large = bomb(artifact)
+    made = {"bomb": large, "declared-small": declared_small(large), "wide": wide(artifact)}
+    paths = [artifact.parent / name for name in made]
+    for path, data in zip(paths, made.values(), strict=True):
+        path.write_bytes(data)
+    before = {*artifact.parent.iterdir()}
     done = subprocess.run(
-        [sys.executable, "-c", READ, str(artifact)],
+        [sys.executable, "-c", READ, *map(str, paths)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr
-    assert make is wide or done.stdout.startswith("refused:")
-    assert {p.name for p in artifact.parent.iterdir()} == {"net.vmfb", "net.safetensors"}
+    told = [line.partition(":")[0] for line in done.stdout.splitlines()]
+    assert (told[:2], len(told)) == (["refused", "refused"], 3), done.stdout
+    assert {*artifact.parent.iterdir()} == before

@@ -159,6 +159,7 @@ def test_all_flipped_tensors_are_told(net: Path, tmp_path: Path) -> None:
         npu_iree.load(net, params=path)
 
 
+@pytest.mark.usefixtures("shared_cache")
 @pytest.mark.parametrize("suffix", ["irpa", "safetensors"])
 def test_the_file_beside_is_checked_against_the_manifest(
     suffix: str, tuned: Net, net: Path, tmp_path: Path
@@ -213,7 +214,7 @@ def test_a_truncated_file_is_refused(
 
 
 @settings(
-    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data(), suffix=st.sampled_from(["irpa", "safetensors"]))
 def test_a_damaged_file_crashes_nothing(
