@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -105,9 +106,30 @@ def test_a_gradient_for_a_parameter_that_has_moved_is_refused_and_others_are_rig
     assert_same(x.grad[0], expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-def test_a_module_of_the_old_weight_norm_moves() -> None:
-    layer = nn.utils.weight_norm(nn.Linear(4, 3))
+@pytest.mark.filterwarnings("ignore:.*_norm:FutureWarning")
+@pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_a_module_of_the_old_norms_moves(norm: Callable[[nn.Module], nn.Module]) -> None:
+    layer = norm(nn.Linear(4, 3))
     x = torch.randn(2, 4)
-    expected = layer(x).detach()
+    layer(x)
+    expected = layer.eval()(x).detach()
     assert_same(layer.to(NPU)(x.to(NPU)).detach().cpu(), expected)
+
+
+def test_a_module_moves_whatever_holds_its_parameters_and_trains_on() -> None:
+    net, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2)
+    kept = net(x.requires_grad_()).sum()
+    (expected,) = torch.autograd.grad(kept, x, retain_graph=True)
+    with torch.no_grad():
+        row = net[0].weight[0]
+    (gradient,) = torch.autograd.grad(kept, net[0].weight, create_graph=True)
+    net[0].weight.grad = gradient
+    net.to(NPU)
+    assert (row.device.type, gradient.device.type) == ("cpu", "cpu")
+    assert net[0].weight.grad.is_leaf
+    assert_same(net[0].weight.grad.cpu(), gradient.detach())
+    assert_same(torch.autograd.grad(kept, x, retain_graph=True)[0], expected)
+    with pytest.raises(RuntimeError, match="whose module has moved since"):
+        kept.backward()
+    net.cpu()(x).sum().backward()
+    assert_same(net[0].weight.grad, 2 * gradient.detach())
