@@ -7,15 +7,19 @@ the op with tensors of no dimension in their place.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
+# An op of PyTorch's that refuses a number, the kinds of its other arguments, and their size.
+Probe = tuple[Callable[..., Any], tuple[torch.dtype | type, ...], int]
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,24 @@ class Form:
             calls tensors.
         keeps_digits: it stores a number into integers, and computes nothing with it.
         fits: PyTorch refuses numbers that are too large for the dtype of the result.
+        scales: PyTorch's op that multiplies by a number, and refuses those that are too large for
+            the dtype in which it computes; and how many arguments come before the number.
     """
 
     function: Callable[..., Any]
     numbers: frozenset[str] = frozenset()
     keeps_digits: bool = False
     fits: bool = False
+    scales: tuple[Callable[..., Any], int] | None = None
+
+    def probe(self, leaves: Sequence[Any], result: Any, index: int) -> Probe | None:
+        """Return what refuses a leaf of a call, which is a number, as PyTorch does; or None."""
+        if self.fits:  # of one element alone, PyTorch lets them overflow
+            return Tensor.fill_, (result.dtype,), min(2, math.prod(result.shape))
+        if self.scales is None or index < self.scales[1]:
+            return None
+        kinds = (t.dtype if isinstance(t, Tensor) else type(t) for t in leaves[:index])
+        return self.scales[0], tuple(kinds), 1
 
 
 def _form(
@@ -42,12 +58,25 @@ def _form(
     return Form(function, frozenset(numbers), keeps_digits, fits)
 
 
+def _scaling(
+    function: Callable[..., Any], number: str, op: Callable[..., Any], count: int = 2
+) -> Form:
+    def scales(*args: Any, value: float) -> Any:
+        return op(*args, **{number: value})
+
+    return Form(function, frozenset({number}), scales=(scales, count))
+
+
 def _add(x: Tensor, other: Tensor, *, alpha: Any = None) -> Any:
     return torch.add(x, _times(alpha, other, x))
 
 
 def _sub(x: Tensor, other: Tensor, *, alpha: Any = None) -> Any:
     return torch.sub(x, _times(alpha, other, x))
+
+
+def _rsub(x: Tensor, other: Tensor, *, alpha: Any = None) -> Any:
+    return _sub(other, x, alpha=alpha)
 
 
 def _times(alpha: Any, other: Tensor, x: Tensor) -> Any:
@@ -64,13 +93,27 @@ def _times(alpha: Any, other: Tensor, x: Tensor) -> Any:
 
 
 def _addcmul(x: Tensor, one: Tensor, other: Tensor, *, value: Any = None) -> Any:
-    return x + (one * other if value is None else value * one * other)
+    return x + _factor(x, one, other, value) * other
 
 
 def _addcdiv(x: Tensor, one: Tensor, other: Tensor, *, value: Any = None) -> Any:
     if not any(t.dtype.is_floating_point or t.dtype.is_complex for t in (one, other)):
         raise TypeError("a quotient of integers, which PyTorch refuses")
-    return x + (one / other if value is None else value * one / other)
+    return x + _factor(x, one, other, value) / other
+
+
+def _factor(x: Tensor, one: Tensor, other: Tensor, value: Any) -> Tensor:
+    """Return a multiple of `one`, in the dtype of all three: PyTorch computes in that."""
+    kind = ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT
+    _, dtype = elementwise_dtypes(x, one, other, type_promotion_kind=kind)
+    if dtype is torch.bool:
+        raise TypeError("a product of truths, which PyTorch refuses")
+    if value is None:
+        return one.to(dtype)
+    if value.dtype.is_floating_point and not (dtype.is_floating_point or dtype.is_complex):
+        raise TypeError("a number that PyTorch cuts to an integer")
+    multiple: Tensor = value * one.to(dtype)
+    return multiple
 
 
 def _fill(x: Tensor, value: Any) -> Any:
@@ -80,11 +123,12 @@ def _fill(x: Tensor, value: Any) -> Any:
 
 
 FORMS: dict[Any, Form] = {
-    aten.add.Tensor: _form(_add, "alpha"),
-    aten.sub.Tensor: _form(_sub, "alpha"),
-    aten.addcmul.default: _form(_addcmul, "value"),
-    aten.addcdiv.default: _form(_addcdiv, "value"),
-    aten.lerp.Scalar: _form(torch.lerp, "weight"),
+    aten.add.Tensor: _scaling(_add, "alpha", torch.add),
+    aten.sub.Tensor: _scaling(_sub, "alpha", torch.sub),
+    aten.rsub.Tensor: _scaling(_rsub, "alpha", torch.rsub),
+    aten.addcmul.default: _scaling(_addcmul, "value", torch.addcmul, 3),
+    aten.addcdiv.default: _scaling(_addcdiv, "value", torch.addcdiv, 3),
+    aten.lerp.Scalar: _scaling(torch.lerp, "weight", torch.lerp),
     aten.clamp.default: _form(torch.clamp, "min", "max", fits=True),
     aten.clamp_min.default: _form(torch.clamp_min, "min", fits=True),
     aten.clamp_max.default: _form(torch.clamp_max, "max", fits=True),

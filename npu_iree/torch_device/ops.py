@@ -7,10 +7,9 @@ no kernel runs as PyTorch's CPU kernel (`host`).
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -30,15 +29,15 @@ from npu_iree.torch_device.calls import (
     scan,
 )
 from npu_iree.torch_device.current import NAME, different_devices, frames, index_of, is_on_npu
-from npu_iree.torch_device.forms import FORMS, STATIC, Form
+from npu_iree.torch_device.forms import FORMS, STATIC, Form, Probe
 from npu_iree.torch_device.host import run_on_host
 from npu_iree.torch_device.kept import Kept
 from npu_iree.torch_device.kernels import Bound, NoKernelError, family
 from npu_iree.torch_device.launches import launched
 from npu_iree.torch_device.moves import invoke, order_for_writing, read_in_order, write
-from npu_iree.torch_device.overlaps import REPEATS, check_overlap, check_places, would_overlap
+from npu_iree.torch_device.overlaps import overlaps_of, refuse_shared
 from npu_iree.torch_device.put import put_dense
-from npu_iree.torch_device.scalars import Elements, scalar
+from npu_iree.torch_device.scalars import scalar
 from npu_iree.torch_device.storage import (
     dense_order,
     handle_of,
@@ -179,7 +178,7 @@ class EagerOp:
         self, leaves: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> _Ready:
         targets = self._targets(args, kwargs)
-        overlaps = self._overlaps(targets, leaves)
+        overlaps = overlaps_of(str(self.op), targets, leaves)
         template = self._template(args, kwargs)
         widened = half_scalars(leaves) if self._is_pointwise else frozenset()
         dtypes = number_dtypes(
@@ -200,12 +199,11 @@ class EagerOp:
         bound = kernels.bind(computation, arguments, is_dynamic)
         assert kernels.results is not None
         _check_targets(targets, bound, self._is_in_place)
-        result = bound.outputs[0]
-        fits = (result.dtype, min(2, math.prod(result.shape))) if self._form.fits else None
+        probe = partial(self._form.probe, leaves, bound.outputs[0])
         return _Ready(
             bound=bound,
             sources=tuple(
-                _source(taken, stored, leaves, dtypes, fits)
+                _source(taken, stored, leaves, dtypes, probe)
                 for taken, stored in zip(bound.takes, bound.stored, strict=True)
             ),
             results=kernels.results,
@@ -213,25 +211,6 @@ class EagerOp:
             is_out=bool(self._outs),
             write_orders=tuple(order for _, order in written),
             overlaps=overlaps,
-        )
-
-    def _overlaps(
-        self, targets: Sequence[torch.Tensor], leaves: Sequence[Any]
-    ) -> tuple[tuple[int, int], ...]:
-        """Say which targets may share some of their elements with which leaves.
-
-        Raises:
-            RuntimeError: a target does so with itself.
-        """
-        if REPEATS.match(str(self.op)):
-            return ()
-        for target in targets:
-            check_places(target)
-        return tuple(
-            (place, i)
-            for place, target in enumerate(targets)
-            for i, leaf in enumerate(leaves)
-            if is_on_npu(leaf) and would_overlap(target, leaf)
         )
 
     def _targets(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -279,7 +258,7 @@ class _Ready:
         bound = self.bound
         assert bound is not None
         for place, leaf in self.overlaps:
-            check_overlap((outs or args)[place], leaves[leaf])
+            refuse_shared((outs or args)[place], leaves[leaf])
         handles = launched(invoke(bound, [_take(s, leaves) for s in self.sources]), frames())
         if self.in_place:
             write(args[0], handles[0], self.write_orders[0])
@@ -341,14 +320,14 @@ def _source(
     stored: tuple[int, ...] | None,
     leaves: Sequence[Any],
     dtypes: Mapping[type, torch.dtype],
-    fits: Elements | None,
+    probe: Callable[[int], Probe | None],
 ) -> _Source:
     """Decide how an argument of a kernel is found in the calls of one key."""
     if stored is None:
         return _VALUE, 0, (), taken
     leaf = leaves[taken]
     if not isinstance(leaf, torch.Tensor):
-        return _NUMBER, taken, (), (dtypes[type(leaf)], fits)
+        return _NUMBER, taken, (), (dtypes[type(leaf)], probe(taken))
     order = order_for_reading(leaf)
     if not is_on_npu(leaf):
         return _PUT, taken, stored, order

@@ -52,6 +52,9 @@ _OVERLAPPING: list[Callable[[torch.Tensor], object]] = [
     lambda x: x[1:].copy_(x[:-1]),
     lambda x: x.sub_(x[0]),
     lambda x: torch.mul(x[:3], 2, out=x[1:4]),
+    lambda x: x.index_put_((torch.tensor([0, 1], device=x.device),), x[1:3]),
+    lambda x: x.index_put_((torch.arange(5, device=x.device),), x),
+    lambda x: x.view(torch.bool)[1:].masked_fill_(x.view(torch.bool)[:-1], True),
 ]
 
 
@@ -79,6 +82,9 @@ _REFUSED: list[Callable[[str], object]] = [
     lambda where: torch.ones(2, dtype=torch.uint8, device=where).clamp(max=300),
     lambda where: torch.ones(2, device=where).addcdiv(*torch.ones(2, 2, device=where).long()),
     lambda where: torch.add(*torch.ones(2, 2, device=where).long(), alpha=0.5),
+    lambda where: torch.addcmul(*torch.ones(3, 2, dtype=torch.int8, device=where), value=300),
+    lambda where: torch.sub(*torch.ones(2, 2, dtype=torch.int8, device=where), alpha=300),
+    lambda where: torch.lerp(*torch.ones(2, 2, device=where), 1e39),
     lambda where: torch.mm(
         *torch.ones(2, 2, 2, device=where), out=torch.ones(2, 2, device=where).double()
     ),
