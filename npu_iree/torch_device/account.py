@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,8 @@ class Account:
 
 
 ACCOUNT = Account()
+# What forgets handles that are kept to be used again.
+CACHES: list[Callable[[], None]] = []
 _Ref = weakref.ref  # the key of a live handle
 _LIVE: dict[_Ref[DeviceArray], tuple[int, str]] = {}
 
@@ -55,6 +58,12 @@ def _forget(reference: _Ref[DeviceArray]) -> None:
     ACCOUNT.allocated -= nbytes
 
 
+def forget() -> None:
+    """Let go of all handles that are kept to be used again."""
+    for clear in CACHES:
+        clear()
+
+
 def reserve(nbytes: int) -> None:
     """Make sure that so many more bytes may be taken.
 
@@ -64,6 +73,7 @@ def reserve(nbytes: int) -> None:
     limit = ACCOUNT.limit
     if limit is None or ACCOUNT.allocated + nbytes <= limit:
         return
+    forget()
     gc.collect()  # tensors in reference cycles
     if ACCOUNT.allocated + nbytes > limit:
         raise torch.OutOfMemoryError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
@@ -42,6 +43,7 @@ class Current:
 
 
 CURRENT = Current()
+FALLBACK: ContextVar[Fallback | None] = ContextVar("FALLBACK", default=None)  # that of a block
 
 
 def is_on_npu(value: Any) -> bool:

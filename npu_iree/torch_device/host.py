@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
 from lowering.errors import HostOp, UnsupportedOpError
-from npu_iree.torch_device.current import CURRENT, device, is_on_npu, user_line
+from npu_iree.torch_device.current import CURRENT, FALLBACK, device, is_on_npu, user_line
 from npu_iree.torch_device.fetch import on_host
 from npu_iree.torch_device.moves import order_for_writing, write
 from npu_iree.torch_device.put import put_in_order, to_device
@@ -62,7 +62,7 @@ def run_on_host(
                 resize(tensor, tuple(copy.shape), copy.stride())
             put_into(copy, tensor, "a result of the host", is_ours=True)
     return pytree.tree_map_only(
-        torch.Tensor, lambda t: given[id(t)] if id(t) in given else _put(t, op), result
+        torch.Tensor, lambda t: given[id(t)] if id(t) in given else _put(t, op, leaves), result
     )
 
 
@@ -99,7 +99,7 @@ def tell(op: torch._ops.OpOverload, reason: str) -> None:
     """Say once an op that it runs on the host, or raise where that is forbidden."""
     name = str(op)
     counters["npu_iree"][f"host {name}"] += 1
-    if CURRENT.fallback == "error":
+    if (FALLBACK.get() or CURRENT.fallback) == "error":
         line = user_line()
         raise UnsupportedOpError(
             device().target.name,
@@ -158,9 +158,21 @@ def _copies(
     return copies
 
 
-def _put(tensor: torch.Tensor, op: torch._ops.OpOverload) -> torch.Tensor:
+def _put(tensor: torch.Tensor, op: torch._ops.OpOverload, leaves: Sequence[Any]) -> torch.Tensor:
     if tensor.layout is not torch.strided:
         return tensor
     if tensor.is_nested:
         raise NotImplementedError(f"{op}: the device has no nested tensors; call it on the CPU")
-    return to_device(tensor, str(op))
+    return to_device(tensor, str(op), is_ours=_is_fresh(tensor, op, leaves))
+
+
+def _is_fresh(tensor: torch.Tensor, op: torch._ops.OpOverload, leaves: Sequence[Any]) -> bool:
+    """Say whether a result is all of memory that nobody else has; ops of others may keep theirs."""
+    storage = tensor.untyped_storage()
+    if op.namespace != "aten" or tensor.nbytes != storage.nbytes():
+        return False
+    return all(
+        leaf.untyped_storage()._cdata != storage._cdata
+        for leaf in leaves
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+    )

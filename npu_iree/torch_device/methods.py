@@ -13,10 +13,26 @@ from typing import Any
 import torch
 
 from npu_iree.torch_device import module
-from npu_iree.torch_device.current import NAME, is_on_npu
+from npu_iree.torch_device.current import NAME, index_of, is_on_npu
 from npu_iree.torch_device.fetch import on_host
 from npu_iree.torch_device.parameters import keep_parameters
 from npu_iree.torch_device.storage import as_bytes, held_by, new_tensor, resize
+
+# PyTorch asks the device's C++ for these, which has neither streams nor an allocator.
+_ACCELERATOR: dict[str, Callable[..., Any]] = {
+    "synchronize": module.synchronize,
+    "current_stream": module.current_stream,
+    "set_stream": module.set_stream,
+    "empty_cache": module.empty_cache,
+    "memory_allocated": module.memory_allocated,
+    "max_memory_allocated": module.max_memory_allocated,
+    "memory_reserved": module.memory_reserved,
+    "max_memory_reserved": module.max_memory_reserved,
+    "memory_stats": module.memory_stats,
+    "reset_peak_memory_stats": module.reset_peak_memory_stats,
+    "reset_accumulated_memory_stats": module.reset_accumulated_memory_stats,
+    "get_memory_info": module.mem_get_info,
+}
 
 
 def register_methods() -> None:
@@ -31,6 +47,9 @@ def register_methods() -> None:
     storage.to = _move_instead(storage.to)
     storage.byteswap = _swap_on_cpu(storage.byteswap)
     storage.resize_ = _grow_instead(storage.resize_)
+    storage.fill_ = _fill_instead(storage.fill_)
+    storage._write_file = _write_instead(storage._write_file)
+    storage._set_from_file = _read_instead(storage._set_from_file)
     storage.npu = _to_npu
     storage.is_npu = property(lambda self: self.device.type == NAME)
     module_class: Any = torch.nn.Module
@@ -44,10 +63,8 @@ def register_methods() -> None:
     modules: Any = (torch, torch.utils.dlpack)
     for exports in modules:
         exports.to_dlpack = core._to_dlpack
-    accelerator: Any = torch.accelerator
-    accelerator.synchronize = module.synchronize
-    accelerator.memory_allocated = module.memory_allocated
-    accelerator.max_memory_allocated = module.max_memory_allocated
+    for name, function in _ACCELERATOR.items():
+        setattr(torch.accelerator, name, function)
     torch._tensor_str._tensor_str = _print_on_cpu(torch._tensor_str._tensor_str)
 
 
@@ -57,6 +74,7 @@ def _make_instead(make: Callable[..., Any]) -> Callable[..., Any]:
         device = kwargs.get("device")
         if device is None or torch.device(device).type != NAME:
             return make(cls, *args, **kwargs)
+        index_of(device)
         if args and isinstance(args[0], int):
             return new_tensor((args[0],), (1,), torch.uint8).untyped_storage()
         return _to_npu(make(torch.UntypedStorage, *args))
@@ -105,6 +123,38 @@ def _swap_on_cpu(swap: Callable[..., None]) -> Callable[..., None]:
     return swapped
 
 
+def _fill_instead(fill: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fill)
+    def filled(self: torch.UntypedStorage, value: int) -> Any:
+        if self.device.type != NAME:
+            return fill(self, value)
+        as_bytes(self).fill_(value)
+        return self
+
+    return filled
+
+
+def _write_instead(write: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(write)
+    def written(self: Any, *args: Any, **kwargs: Any) -> None:
+        write(self.cpu() if self.device.type == NAME else self, *args, **kwargs)
+
+    return written
+
+
+def _read_instead(read: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(read)
+    def read_in(self: torch.UntypedStorage, *args: Any) -> Any:
+        if self.device.type != NAME:
+            return read(self, *args)
+        host = torch.empty(self.nbytes(), dtype=torch.uint8, device="cpu")
+        read(host.untyped_storage(), *args)
+        as_bytes(self).copy_(host)
+        return self
+
+    return read_in
+
+
 def _grow_instead(resize_: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(resize_)
     def resized(self: torch.UntypedStorage, nbytes: int) -> Any:
@@ -147,7 +197,7 @@ def _move_instead(to: Callable[..., Any]) -> Callable[..., Any]:
         kind = torch.device(device).type
         if self.device.type != NAME and kind != NAME:
             return to(self, device=device, non_blocking=non_blocking)
-        return _to_npu(self) if kind == NAME else self.cpu().to(device=device)
+        return _to_npu(self, device) if kind == NAME else self.cpu().to(device=device)
 
     return moved
 
@@ -156,6 +206,7 @@ def _to_npu(
     self: torch.UntypedStorage, device: Any = None, non_blocking: bool = False
 ) -> torch.UntypedStorage:
     """Copy a storage to "npu"; what `torch.load` calls."""
+    index_of(device)
     if self.device.type == NAME:
         return self
     empty = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -169,6 +220,8 @@ def _from_cpu(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def of_copy(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if is_on_npu(self):
+            if kwargs.get("copy") is False:
+                raise BufferError("the memory of npu:0 cannot be lent: DLPack gets a copy of it")
             self = self.cpu()
         return method(self, *args, **kwargs)
 

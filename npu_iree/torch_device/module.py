@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from npu_iree.errors import OptionError
+from npu_iree.errors import NpuIreeError, OptionError
 from npu_iree.torch_device import account
-from npu_iree.torch_device.current import CURRENT, Fallback, Which
+from npu_iree.torch_device.current import CURRENT, FALLBACK, Fallback, Which
 from npu_iree.torch_device.current import device as _device
 from npu_iree.torch_device.current import index_of as _index
 from npu_iree.torch_device.streams import (
@@ -129,6 +130,51 @@ def max_memory_allocated(device: Which = None) -> int:
     return account.ACCOUNT.peak
 
 
+def memory_reserved(device: Which = None) -> int:
+    """Return the bytes that handles hold, and those that are kept to compute in."""
+    _index(device)
+    opened = _device()
+    free = opened.blocks.nbytes - opened.blocks.lent_bytes
+    return account.ACCOUNT.allocated + opened.arenas.nbytes + free
+
+
+def max_memory_reserved(device: Which = None) -> int:
+    """Return the most bytes that handles held, or what is reserved now if that is more."""
+    return max(account.ACCOUNT.peak, memory_reserved(device))
+
+
+def memory_stats(device: Which = None) -> OrderedDict[str, int]:
+    """Return what is known of memory, under PyTorch's names."""
+    return OrderedDict(
+        {
+            "allocated_bytes.all.current": memory_allocated(device),
+            "allocated_bytes.all.peak": max_memory_allocated(device),
+            "reserved_bytes.all.current": memory_reserved(device),
+            "reserved_bytes.all.peak": max_memory_reserved(device),
+        }
+    )
+
+
+def mem_get_info(device: Which = None) -> tuple[int, int]:
+    """Return how many bytes may be taken yet, and how many there are.
+
+    Raises:
+        NpuIreeError: there is no limit.
+    """
+    _index(device)
+    limit = account.ACCOUNT.limit
+    if limit is None:
+        raise NpuIreeError(
+            "npu:0 has no limit of memory; torch.npu.set_memory_limit(nbytes) gives it one"
+        )
+    return max(0, limit - account.ACCOUNT.allocated), limit
+
+
+def reset_accumulated_memory_stats(device: Which = None) -> None:
+    """Do nothing: no number is one of all time."""
+    _index(device)
+
+
 def reset_peak_memory_stats(device: Which = None) -> None:
     """Let `max_memory_allocated` begin anew."""
     _index(device)
@@ -158,7 +204,8 @@ def reset_warnings() -> None:
 
 
 def empty_cache() -> None:
-    """Give back memory to compute in that no call uses now, and that of results that are gone."""
+    """Give back memory to compute in that no call uses now, and what is kept to be used again."""
+    account.forget()
     if CURRENT.device is not None and not _is_in_bad_fork():
         CURRENT.device.arenas.release()
         CURRENT.device.blocks.release()
@@ -172,6 +219,16 @@ def manual_seed(seed: int) -> None:
 def manual_seed_all(seed: int) -> None:
     """Seed PyTorch's generator."""
     manual_seed(seed)
+
+
+def seed() -> int:
+    """Seed PyTorch's generator with a random number, and return it."""
+    return torch.default_generator.seed()
+
+
+def seed_all() -> int:
+    """Do as `seed`: there is one device."""
+    return seed()
 
 
 def initial_seed() -> int:
@@ -191,6 +248,17 @@ def set_rng_state(state: torch.Tensor, device: Which = None) -> None:
     torch.default_generator.set_state(state)
 
 
+def get_rng_state_all() -> list[torch.Tensor]:
+    """Return the state of PyTorch's generator, once: there is one device."""
+    return [get_rng_state()]
+
+
+def set_rng_state_all(states: Iterable[torch.Tensor]) -> None:
+    """Set the state of PyTorch's generator, as `get_rng_state_all` gave it."""
+    (state,) = states
+    set_rng_state(state)
+
+
 def get_amp_supported_dtype() -> list[torch.dtype]:
     """Return the dtypes of `torch.autocast("npu")`."""
     return [torch.bfloat16, torch.float16]
@@ -203,13 +271,12 @@ def is_bf16_supported() -> bool:
 
 @contextlib.contextmanager
 def fallback(choice: Fallback) -> Iterator[None]:
-    """Do as `set_fallback` in a block."""
-    before = CURRENT.fallback
-    set_fallback(choice)
+    """Do as `set_fallback` in a block, in its thread alone, whatever is set outside."""
+    token = FALLBACK.set(_checked(choice))
     try:
         yield
     finally:
-        CURRENT.fallback = before
+        FALLBACK.reset(token)
 
 
 def set_fallback(choice: Fallback) -> None:
@@ -219,9 +286,13 @@ def set_fallback(choice: Fallback) -> None:
         choice: `host` runs it as PyTorch's CPU kernel, with one warning; `error` raises
             `npu_iree.UnsupportedOpError`.
     """
+    CURRENT.fallback = _checked(choice)
+
+
+def _checked(choice: Fallback) -> Fallback:
     if choice not in _CHOICES:
         raise OptionError(f"fallback is 'host' or 'error', not {choice!r}")
-    CURRENT.fallback = choice
+    return choice
 
 
 def __getattr__(name: str) -> Any:

@@ -34,6 +34,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 _INDICES: OrderedDict[_Geometry, DeviceArray] = OrderedDict()
 _INDICES_LOCK = threading.Lock()
+account.CACHES.append(_INDICES.clear)
 _WRITING = threading.RLock()  # part of a storage: its other bytes are read, and written again
 
 
@@ -200,9 +201,9 @@ def _index(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Dev
     """Return the places of a view's elements in its storage, in the order of its dimensions."""
     key = (shape, strides, offset)
     with _INDICES_LOCK:
-        if key in _INDICES:
-            _INDICES.move_to_end(key)
-            return _INDICES[key]
+        if (kept := _INDICES.pop(key, None)) is not None:
+            _INDICES[key] = kept
+            return kept
     places = torch.tensor(offset, device="cpu")
     for d, (size, stride) in enumerate(zip(shape, strides, strict=True)):
         steps = torch.arange(size, device="cpu") * stride

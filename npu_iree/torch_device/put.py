@@ -78,9 +78,9 @@ def _memory(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def to_device(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Copy a CPU tensor to a new tensor on the device, in the same memory order."""
+def to_device(tensor: torch.Tensor, name: str, *, is_ours: bool = False) -> torch.Tensor:
+    """Give the device a CPU tensor, as a new tensor in the same memory order; see `put_dense`."""
     shape = tuple(tensor.shape)
     order = dense_order(shape, tensor.stride()) or tuple(range(len(shape)))
-    array = put_in_order(tensor, order, name, theirs=tensor)
+    array = put_in_order(tensor, order, name, theirs=None if is_ours else tensor)
     return new_tensor(shape, dense_strides(shape, order), tensor.dtype, array)

@@ -86,6 +86,7 @@ def _register_ops() -> None:
         return found[op](*args, **kwargs)
 
     others.fallback(fallback, _KEY)
+    others.fallback(_refuse_sparse, f"Sparse{_KEY}")
     for lazy in ("Conjugate", "Negative"):  # else PyTorch resolves them by a copy, and so for ever
         aten.impl("_copy_from", torch.library.fallthrough_kernel, lazy)
     for name, function in DIFFERENTIABLE.items():
@@ -96,6 +97,13 @@ def _register_ops() -> None:
         cell.py_kernels[torch._C.DispatchKey.Meta] = shapes  # type: ignore[assignment]
         cell._dispatch_cache.clear()
     _PARTS.extend((aten, others, cpu, *register_autocast()))
+
+
+def _refuse_sparse(op: Any, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(
+        f"{op}: the device has no sparse tensors; keep them on the CPU, or use dense ones (of "
+        "nn.Embedding, sparse=False)"
+    )
 
 
 def _overloads() -> Iterator[tuple[str, torch._ops.OpOverload]]:

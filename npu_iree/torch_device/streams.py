@@ -7,9 +7,12 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from npu_iree.errors import DeviceError, NpuIreeError
 from npu_iree.timeline import Timepoint
-from npu_iree.torch_device.current import Which, device, index_of
+from npu_iree.torch_device.current import NAME, Which, index_of
+from npu_iree.torch_device.current import device as _device
 
 
 class Event:
@@ -29,14 +32,14 @@ class Event:
             NpuIreeError: the device's events measure no time, and are of one process.
         """
         if enable_timing:
-            raise NpuIreeError("events of npu measure no time; npu_iree.record_timeline() does")
+            raise _no_time()
         if interprocess:
             raise NpuIreeError("events of npu are of one process")
         self._points: tuple[Timepoint, ...] = ()
 
     def record(self, stream: Stream | None = None) -> None:
         """Let the event be the end of what has been submitted so far."""
-        self._points = (*device().in_flight, *(stream or current_stream()).points())
+        self._points = (*_device().in_flight, *(stream or current_stream()).points())
 
     def query(self) -> bool:
         """Say whether all of it has ended, without waiting.
@@ -52,9 +55,21 @@ class Event:
             with contextlib.suppress(DeviceError):
                 point.wait()
 
+    def elapsed_time(self, end: Event) -> float:
+        """Refuse.
+
+        Raises:
+            NpuIreeError: the device's events measure no time.
+        """
+        raise _no_time()
+
     def wait(self, stream: Stream | None = None) -> None:
         """Let what is submitted to a stream from now on start after the event."""
         (stream or current_stream()).wait_event(self)
+
+
+def _no_time() -> NpuIreeError:
+    return NpuIreeError("events of npu measure no time; npu_iree.record_timeline() does")
 
 
 class Stream:
@@ -67,6 +82,11 @@ class Stream:
     def __init__(self, device: Which = None, priority: int = 0, **kwargs: Any) -> None:
         self.device_index = index_of(device)
         self._points: tuple[Timepoint, ...] = ()
+
+    @property
+    def device(self) -> torch.device:
+        """The device that it is one of."""
+        return torch.device(NAME, self.device_index)
 
     def __enter__(self) -> Stream:
         _before().append(current_stream())
@@ -84,7 +104,7 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         """Let what is submitted here from now on start after an event."""
         self._points = (*self.points(), *event._points)
-        device().order = _order_of_thread
+        _device().order = _order_of_thread
 
     def wait_stream(self, stream: Stream) -> None:
         """Let what is submitted here from now on start after what has been submitted there."""

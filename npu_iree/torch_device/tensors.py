@@ -67,6 +67,8 @@ def _unset(
     device: torch.device | None,
 ) -> Tensor:
     index_of(device)
+    if min((*shape, *strides), default=0) < 0:
+        torch.empty_strided(shape, strides, device="cpu")  # says what is wrong
     made = new_tensor(shape, strides, dtype or torch.get_default_dtype())
     fill_unset(made)
     return made
@@ -87,7 +89,19 @@ def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Te
 
 def _host_value(tensor: Tensor) -> Tensor:
     """Bring a tensor to the CPU, for reading, with what it holds lazily."""
-    (host,) = on_host([tensor], "the CPU")
+    (host,) = _host_values([tensor])
+    return host
+
+
+def _host_values(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Bring tensors to the CPU behind one wait; see `_host_value`."""
+    return [
+        _as_lazy(host, tensor)
+        for host, tensor in zip(on_host(tensors, "the CPU"), tensors, strict=True)
+    ]
+
+
+def _as_lazy(host: Tensor, tensor: Tensor) -> Tensor:
     host = torch._conj(host) if tensor.is_conj() else host
     return torch._neg_view(host) if tensor.is_neg() else host
 
@@ -161,7 +175,7 @@ def _item(tensor: Tensor) -> Any:
 def _equal(one: Tensor, other: Tensor) -> bool:
     if one.device != other.device:
         raise different_devices([one.device, other.device], "aten.equal")
-    return torch.equal(_host_value(one), _host_value(other))
+    return one.shape == other.shape and torch.equal(*_host_values([one, other]))
 
 
 def _is_set_to(one: Tensor, other: Tensor) -> bool:
@@ -251,7 +265,7 @@ def _draw(op: Any) -> Callable[..., Any]:
     def draw(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         layout = tensor.shape, tensor.stride()
         host = torch.empty_strided(*layout, dtype=tensor.dtype, device="cpu")
-        put_into(op(host, *args, **kwargs), tensor)
+        put_into(op(host, *args, **kwargs), tensor, is_ours=True)
         return tensor
 
     return draw

@@ -40,6 +40,8 @@ def test_there_is_one_device() -> None:
         lambda: torch.empty(2, device="npu:1"),
         lambda: torch.ones(2).to("npu:1"),
         lambda: torch.tril_indices(2, 2, device="npu:1"),
+        lambda: torch.UntypedStorage(3, device="npu:1"),
+        lambda: torch.ones(2).untyped_storage().to(device="npu:1"),
     ):
         with pytest.raises(RuntimeError, match="npu:1 is no such device"):
             make()
@@ -73,6 +75,8 @@ def test_writes_that_overlap_are_refused_and_those_that_may_are_made(where: str)
 
 
 _REFUSED: list[Callable[[str], object]] = [
+    lambda where: torch.empty(2, -3, device=where),
+    lambda where: torch.empty_strided((2,), (-1,), device=where),
     lambda where: torch.zeros(2, dtype=torch.int8, device=where).fill_(300),
     lambda where: torch.zeros(2, dtype=torch.int64, device=where).fill_(float("nan")),
     lambda where: torch.full((2,), 1e5, dtype=torch.float16, device=where),

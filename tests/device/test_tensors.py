@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional as F
 
 import npu_iree
+from npu_iree.torch_device import put
 from npu_iree.torch_device.storage import shaped
 from tolerances import assert_same
 
@@ -225,6 +226,8 @@ def test_dlpack_hands_out_a_copy_that_may_be_written_to() -> None:
     array = np.from_dlpack(a)
     torch.from_dlpack(a).fill_(5)
     assert torch.from_dlpack(torch.to_dlpack(a)).tolist() == [1, 1, 1]
+    with pytest.raises(BufferError, match="DLPack gets a copy"):
+        torch.from_dlpack(a, copy=False)
     assert array.tolist() == [1, 1, 1]
     assert a.tolist() == [1, 1, 1]
 
@@ -328,6 +331,19 @@ def test_the_accelerator_of_this_process_is_npu() -> None:
     assert torch.accelerator.current_accelerator() == torch.device(NPU)
     assert torch.accelerator.device_count() == torch.npu.device_count() == 1
     torch.accelerator.synchronize()
+    with torch.npu.Stream() as stream:
+        assert torch.accelerator.current_stream() is stream
+        assert stream.device == torch.device(NPU, 0)
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    torch.accelerator.reset_accumulated_memory_stats()
+    held = torch.npu.memory_allocated()
+    assert torch.accelerator.memory_stats()["allocated_bytes.all.peak"] == held
+    assert torch.accelerator.max_memory_reserved() >= torch.accelerator.memory_reserved() >= held
+    with pytest.raises(npu_iree.NpuIreeError, match="no limit of memory"):
+        torch.accelerator.get_memory_info()
+    torch.npu.set_memory_limit(held + 5)
+    assert torch.accelerator.get_memory_info() == (5, held + 5)
     assert torch.empty(4, pin_memory=False).pin_memory().shape == (4,)
     with torch.npu.device(0), pytest.raises(RuntimeError, match="npu:1 is no such"):
         torch.npu.synchronize("npu:1")
@@ -374,3 +390,53 @@ def test_products_of_lazily_conjugated_matrices() -> None:
         assert a.grad is not None
         gradients.append(a.grad.cpu())
     assert_same(gradients[1], gradients[0])
+
+
+def test_what_is_drawn_or_computed_on_the_host_is_not_copied_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied: list[int] = []
+    monkeypatch.setattr(put, "dense_copy", lambda t: copied.append(t.nbytes) or t.clone())
+    a = torch.empty(1 << 12, device=NPU).normal_()
+    order = torch.randperm(1 << 12, device=NPU)
+    assert not copied
+    assert a[order].sum().item() == pytest.approx(a.sum().item(), abs=1e-2)
+
+
+def test_tensors_are_compared_behind_one_wait_and_only_if_their_shapes_agree() -> None:
+    a = torch.arange(3.0, device=NPU)
+    with npu_iree.record_transfers() as ledger:
+        assert torch.equal(a, torch.arange(3, device=NPU))
+        assert torch.equal(a, a)
+        assert not torch.equal(a, a[:2])
+        assert not torch.equal(a, -a)
+    assert len(ledger.waits) == 3
+
+
+def test_a_cache_that_is_emptied_holds_no_places_of_elements() -> None:
+    a = torch.ones(64, 64, device=NPU)
+    torch.npu.empty_cache()
+    held = torch.npu.memory_allocated()
+    assert a.t()[::2].sum().item() == 64 * 32
+    torch.npu.empty_cache()
+    assert torch.npu.memory_allocated() - held < a[::2].numel()
+
+
+def test_storages_are_filled_and_saved_in_the_old_format() -> None:
+    file, a = io.BytesIO(), torch.ones(3, device=NPU)
+    torch.save(a, file, _use_new_zipfile_serialization=False)
+    a.untyped_storage().fill_(0)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert loaded.device.type == NPU
+    assert (a.tolist(), loaded.tolist()) == ([0] * 3, [1] * 3)
+
+
+def test_sparse_tensors_are_refused_in_words() -> None:
+    net = torch.nn.Embedding(3, 2, sparse=True).to(NPU)
+    for make in (
+        lambda: net(torch.tensor([1], device=NPU)).sum().backward(),
+        lambda: torch.eye(2).to_sparse().to(NPU),
+    ):
+        with pytest.raises(NotImplementedError, match="the device has no sparse tensors"):
+            make()

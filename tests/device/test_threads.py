@@ -11,6 +11,7 @@ from threading import Thread
 import pytest
 import torch
 
+import npu_iree
 from npu_iree.array import DeviceArray
 from npu_iree.torch_device import storage
 from tolerances import assert_same
@@ -71,3 +72,11 @@ def test_ops_called_first_by_several_threads_are_right(
         assert_same(result.cpu(), op(x))
     assert counts["compiles"] <= 8  # each op once
     assert "runs on the host" not in caplog.text
+
+
+def test_a_block_that_forbids_the_host_is_of_its_thread() -> None:
+    a = torch.ones(3, device=NPU)
+    with torch.npu.fallback("error"), ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: a.median().item()).result() == 1
+        with pytest.raises(npu_iree.UnsupportedOpError):
+            a.median()
