@@ -17,6 +17,9 @@ _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
     ast.USub: operator.neg,
+    ast.BitAnd: operator.and_,  # how sympy writes what holds of several relations
+    ast.BitOr: operator.or_,
+    ast.Invert: operator.not_,
     ast.Lt: operator.lt,
     ast.LtE: operator.le,
     ast.Gt: operator.gt,
@@ -31,12 +34,22 @@ def _power(base: Any, power: Any) -> Any:
     return base**power
 
 
+def _root(square: Any) -> float:
+    if square < 0:
+        raise ArithmeticError(f"there is no root of {square}")
+    return math.sqrt(square)
+
+
 # How sympy and torch write the functions of sizes that exports have.
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Abs": abs,
+    "BitwiseFn_bitwise_and": operator.and_,
+    "BitwiseFn_bitwise_or": operator.or_,
+    "BitwiseFn_bitwise_xor": operator.xor,
     "CeilToInt": math.ceil,
     "CleanDiv": operator.floordiv,
     "Eq": operator.eq,
+    "FloatPow": _power,
     "FloatTrueDiv": operator.truediv,
     "FloorDiv": operator.floordiv,
     "FloorToInt": math.floor,
@@ -45,6 +58,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Min": min,
     "Mod": operator.mod,
     "Ne": operator.ne,
+    "OpaqueUnaryFn_sqrt": _root,
     "PowByNatural": _power,
     "PythonMod": operator.mod,
     "RoundToInt": round,
@@ -52,6 +66,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "TruncToInt": math.trunc,
     "ceiling": math.ceil,
     "floor": math.floor,
+    "sqrt": _root,
 }
 
 

@@ -33,10 +33,11 @@ from lowering.dtypes import DTYPE_NAMES
 from lowering.errors import ExportError
 from lowering.manifest import Argument, Call, Constant, Source
 from lowering.nodes import is_number
-from lowering.ranges import guards_of, symbol_ranges
+from lowering.ranges import LEAST_TRACED, guards_of, symbol_ranges
 from lowering.region import Region, extract_region, tensor_spec, value_spec
 from lowering.segments import DEVICE, Segment
 from lowering.stored import RESULTS, StoredNames, value_of
+from lowering.trials import tried_ranges
 
 # Asserts what the export saw of dtypes and devices; each call is checked against that anyway.
 _CHECKED_AT_THE_CALL = torch.ops.aten._assert_tensor_metadata.default
@@ -146,12 +147,17 @@ class Export:
         return outputs, writes
 
 
-def functional(program: ExportedProgram, table: DecompositionTable) -> ExportedProgram:
+def functional(
+    program: ExportedProgram, table: DecompositionTable, least_size: int = LEAST_TRACED
+) -> ExportedProgram:
     """Decompose an exported program; only then does its signature tell what a call writes to.
+
+    Its sizes may be as small as the program was right for before that.
 
     Args:
         program: what `torch.export.export` made.
         table: the decompositions.
+        least_size: of sizes that PyTorch says are 2 or more.
 
     Raises:
         ExportError: PyTorch cannot do that.
@@ -164,6 +170,7 @@ def functional(program: ExportedProgram, table: DecompositionTable) -> ExportedP
             raise ExportError(
                 f"PyTorch cannot decompose it: {error} (do buffers that it writes to share memory?)"
             ) from error
+    found.range_constraints.update(tried_ranges(program, least_size))
     return found
 
 

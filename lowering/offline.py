@@ -28,6 +28,7 @@ from lowering.manifest import Manifest, Parameter
 from lowering.nodes import is_scalar
 from lowering.partition import why_host
 from lowering.program import Program
+from lowering.ranges import LEAST_TRACED
 from lowering.stored import StoredNames, check_apart
 
 
@@ -47,19 +48,22 @@ class OfflineProgram:
 
 
 def capture_exports(
-    programs: Mapping[str, ExportedProgram], keep_ops: frozenset[str] = frozenset()
+    programs: Mapping[str, ExportedProgram],
+    keep_ops: frozenset[str] = frozenset(),
+    least_size: int = LEAST_TRACED,
 ) -> list[Export]:
     """Capture programs that share their parameters, by memory and by name.
 
     Args:
         programs: by the name of their entry point.
         keep_ops: ops that are not decomposed.
+        least_size: of sizes that PyTorch says are 2 or more.
 
     Raises:
         ExportError: they cannot be held by one artifact; says why.
     """
     table = decomposition_table(keep_ops)
-    programs = {name: functional(program, table) for name, program in programs.items()}
+    programs = {n: functional(p, table, least_size) for n, p in programs.items()}
     names = StoredNames(programs)
     exports = [capture_export(n, p, names) for n, p in programs.items()]
     written = {name for export in exports for name in export.states.values()}

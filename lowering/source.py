@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)')
-_PYTORCH = f"{Path(torch.__file__).parent}{os.sep}"
+PYTORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def user_line(node: fx.Node) -> SourceLine:
 def model_line(node: fx.Node) -> SourceLine:
     """Return the innermost frame outside PyTorch: what calls `nn.Linear`, not what is in it."""
     frames = list(_frames(node))
-    outside = (line for line in frames if not line.where.startswith(_PYTORCH))
+    outside = (line for line in frames if not line.where.startswith(PYTORCH))
     return next(outside, frames[0] if frames else SourceLine())
 
 

@@ -44,6 +44,15 @@ Dynamic = Annotated[
         help="a size that may change from call to call; with --bundle, one lets all sizes change",
     ),
 ]
+LeastSize = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        max=2,
+        help="1: sizes that a .pt2 file says are 2 or more may be 1, for models that do not ask "
+        "whether they are",
+    ),
+]
 StopAfter = Annotated[
     str | None,
     typer.Option(
@@ -85,6 +94,7 @@ def compile_command(
     target: TargetName = "npu-local",
     cpu: Cpu = None,
     dynamic: Dynamic = NONE,
+    least_size: LeastSize = 2,
     params: ParamsOption = Params.SPLIT,
     stop_after: StopAfter = None,
     flag: Flags = NONE,
@@ -105,6 +115,7 @@ def compile_command(
         target=target,
         cpu=cpu,
         dynamic=dynamic,
+        least_size=least_size,
         params=params,
         stop_after=stop_after,
         flags=flag,

@@ -48,9 +48,11 @@ _STORES: dict[Params, Literal["irpa", "safetensors", "embed"]] = {
 }
 # What is made -> the options that would have no effect on it.
 _WITHOUT = {
-    "a bundle": ("--stop-after", "--cpu", "--params"),
+    "a bundle": ("--stop-after", "--cpu", "--params", "--least-size"),
     "a stage's product": ("--verify", "--params", "--tune"),
-    "an artifact from IR": ("--stop-after", "--dynamic", "--params", "--verify", "--tune"),
+    "an artifact from IR": (
+        *("--stop-after", "--dynamic", "--least-size", "--params", "--verify", "--tune"),
+    ),
 }
 
 
@@ -63,6 +65,7 @@ class CompileRequest:
     target: str
     cpu: str | None
     dynamic: Sequence[str]
+    least_size: int
     params: Params
     stop_after: str | None
     flags: Sequence[str]
@@ -137,6 +140,7 @@ class CompileRequest:
             "--stop-after": self.stop_after is not None,
             "--cpu": self.cpu is not None,
             "--dynamic": bool(self.dynamic),
+            "--least-size": self.least_size == 1,
             "--params": self.params is not Params.SPLIT,
             "--verify": self.verify,
             "--tune": self.tune is not Tune.OFF,
@@ -154,6 +158,7 @@ class CompileRequest:
             tune=self.tune.value,
             params=_STORES[self.params],
             source=source_record(self.sources),
+            least_size=self.least_size,
         )
 
     def _make_bundle(self) -> dict[str, Any]:

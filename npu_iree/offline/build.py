@@ -28,6 +28,7 @@ from lowering.offline import (
 )
 from lowering.pipeline import stop_after
 from lowering.program import Program
+from lowering.ranges import LEAST_TRACED
 from lowering.vmfb import pack, read_manifest
 from npu_iree.errors import OptionError
 from npu_iree.offline.parameter_files import holds, save_parameters
@@ -52,6 +53,8 @@ class BuildOptions:
         params: where the parameters go: a `.irpa` or `.safetensors` file beside the artifact, or
             `embed`, into it.
         source: what is compiled, for the manifest.
+        least_size: 1, if sizes that PyTorch says are 2 or more may be 1, where the program is the
+            same then; a model whose own code asks whether one is 1 is not.
     """
 
     target: str = "npu-local"
@@ -60,6 +63,7 @@ class BuildOptions:
     tune: str = "off"
     params: ParameterStore = "irpa"
     source: Mapping[str, str] = field(default_factory=dict)
+    least_size: int = LEAST_TRACED
 
     @property
     def compiler(self) -> Compiler:
@@ -127,7 +131,8 @@ def write_artifact(
         raise ArtifactError(path, "it cannot be written: call it something.vmfb")
     beside = path.with_suffix(f".{options.params}")
     _check_writable(path)
-    exports = capture_exports(programs, compiler.builder.target.keep_ops)
+    keep_ops = compiler.builder.target.keep_ops
+    exports = capture_exports(programs, keep_ops, options.least_size)
     check_exports(
         exports, options.target, compiler.capabilities, compiler.builder.toolchain.kernels
     )
@@ -232,7 +237,8 @@ def write_stage(
         ExportError, UnsupportedOpError, StageError, ArtifactError: as `write_artifact`.
     """
     compiler = options.compiler
-    exports = capture_exports(programs, compiler.builder.target.keep_ops)
+    keep_ops = compiler.builder.target.keep_ops
+    exports = capture_exports(programs, keep_ops, options.least_size)
     check_exports(
         exports, options.target, compiler.capabilities, compiler.builder.toolchain.kernels
     )

@@ -10,6 +10,12 @@ from lowering.arithmetic import evaluate, is_polynomial, names_in
 # A size of a call: the argument, its dimension (None: it is a number), the size, what it must be.
 Size: TypeAlias = tuple[str, int | None, int, str]
 
+# Of a size that is smaller than those that PyTorch traces for.
+_HINT = (
+    "; torch.export traces sizes of 2 or more: Dim(name, min=1), or least_size=1 (--least-size 1), "
+    "asks for less, and gets it where the program is the same then"
+)
+
 
 def match_shape(
     name: str,
@@ -89,10 +95,7 @@ def _solved(place: Size, symbol: str, sizes: Mapping[str, int]) -> dict[str, int
 
 def _check(place: Size, sizes: Mapping[str, int]) -> None:
     _, _, size, want = place
-    try:
-        expected = evaluate(want, sizes)
-    except ValueError:  # it has no value at these sizes: it divides by zero, say
-        return
+    expected = _value_of(want, sizes)
     if size != expected:
         raise ValueError(f"{_told(place)}, not {expected} ({want})")
 
@@ -109,10 +112,21 @@ def check_guards(guards: Sequence[str], sizes: Mapping[str, int]) -> None:
         ValueError: it is not so.
     """
     for guard in guards:
-        names = names_in(guard)
-        if names <= sizes.keys() and not evaluate(guard, sizes):
-            found = ", ".join(f"{name} = {sizes[name]}" for name in sorted(names))
+        if names_in(guard) <= sizes.keys() and not _value_of(guard, sizes):
+            found = _listed(guard, sizes)
             raise ValueError(f"the artifact is for sizes with {guard}, and not for {found}")
+
+
+def _value_of(expression: str, sizes: Mapping[str, int]) -> int | float:
+    try:
+        return evaluate(expression, sizes)
+    except ValueError as error:  # it divides by zero, say
+        found = _listed(expression, sizes)
+        raise ValueError(f"{expression} has no value for {found}") from error
+
+
+def _listed(expression: str, sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} = {sizes[name]}" for name in sorted(names_in(expression)))
 
 
 def check_ranges(
@@ -134,8 +148,10 @@ def check_ranges(
         size = sizes.get(symbol)
         if size is not None and (size < low or (high is not None and size > high)):
             limits = f"{low} or more" if high is None else f"{low} to {high}"
-            place = places.get(symbol, "a size")
-            raise ValueError(f"{place} is {size}, and the artifact is for {limits} ({symbol})")
+            place, hint = places.get(symbol, "a size"), _HINT if low == 2 > size >= 0 else ""
+            raise ValueError(
+                f"{place} is {size}, and the artifact is for {limits} ({symbol}){hint}"
+            )
 
 
 def places_of(shapes: Mapping[str, Sequence[int | str]]) -> dict[str, str]:

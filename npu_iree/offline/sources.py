@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 from torch.export import Dim, ExportedProgram
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from lowering.digest import file_digest
+from lowering.ranges import LEAST_TRACED
 from npu_iree.errors import OptionError, SourceError
 
 _DYNAMIC = re.compile(r"(?P<input>\w+):(?P<dim>\d+)(=(?P<low>\d+)\.\.(?P<high>\d*))?")
@@ -218,13 +220,13 @@ def _example(place: str, made: Any) -> Example:
 
 def _export(entry: str, example: Example, dynamic: Sequence[str]) -> ExportedProgram:
     try:
+        shapes = _dynamic_shapes(example, dynamic)
         with torch.no_grad():
-            return torch.export.export(
-                example.model,
-                example.args,
-                example.kwargs,
-                dynamic_shapes=_dynamic_shapes(example, dynamic),
+            program = torch.export.export(
+                example.model, example.args, example.kwargs, dynamic_shapes=shapes
             )
+        _keep_least(program, shapes or {})
+        return program
     except OptionError:
         raise
     except Exception as error:  # whatever the user's model and torch.export say of each other
@@ -250,6 +252,18 @@ def _dynamic_shapes(example: Example, dynamic: Sequence[str]) -> dict[str, Any] 
         hint = Dim.DYNAMIC(min=int(low) if low else None, max=int(high) if high else None)
         shapes[match["input"]] = {**(shapes[match["input"]] or {}), dim: hint}
     return shapes
+
+
+def _keep_least(program: ExportedProgram, shapes: Mapping[str, Any]) -> None:
+    """Let a program's sizes be as small as was asked for, which `Dim.DYNAMIC` forgets below 2."""
+    ranges = program.range_constraints
+    for node in program.graph.find_nodes(op="placeholder"):
+        for dim, hint in (shapes.get(node.name) or {}).items():
+            size = node.meta["val"].shape[dim]
+            known = ranges.get(size.node.expr) if isinstance(size, torch.SymInt) else None
+            if known is not None and known.lower == LEAST_TRACED and hint.min is not None:
+                low = min(hint.min, LEAST_TRACED)
+                ranges[size.node.expr] = ValueRanges(low, known.upper)
 
 
 def _arguments(example: Example) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class Outputs(nn.Module):
 
     def forward(self, x: torch.Tensor, n: int, flag: bool) -> tuple[Any, ...]:
         y = x * n if flag else x
-        return x, None, 7, x.shape[0], 2 * x.shape[0] + 1, y, 1.5, True
+        return x, None, 7, x.shape[0], 2 * x.shape[0] + 1, y, 1.5, True, x.shape[0] ** 2
 
 
 class Keywords(nn.Module):
@@ -280,6 +280,27 @@ class Counted(nn.Module):
         return x + torch.arange(n) * step, n / 2, n // 2 + step
 
 
+class Odd(nn.Module):
+    """One program for even sizes, another for odd ones."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] % 2 == 0 else x + 1
+
+
+class Bits(nn.Module):
+    """A size of which a bit decides."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] & 1 == 0 else x + 1
+
+
+class Squeezed(nn.Module):
+    """The first size is left out where it is 1, and only there."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(-1).squeeze() * 2
+
+
 def seeded(*sizes: int) -> torch.Tensor:
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(sum(sizes)))
 
@@ -329,6 +350,9 @@ def sized() -> dict[str, SmallModel]:
             Halves(), (seeded(8, 4), seeded(4, 4)), dynamic=({0: 2 * half}, {0: half})
         ),
         "counted": SmallModel(Counted(), (seeded(5), 5, 4), dynamic=counted),
+        "odd": SmallModel(Odd(), (seeded(5),), dynamic=({0: any_},)),
+        "bits": SmallModel(Bits(), (seeded(6),), dynamic=({0: any_},)),
+        "squeezed": SmallModel(Squeezed(), (seeded(7, 1, 3),), dynamic=({0: Dim("b", min=1)},)),
     }
 
 

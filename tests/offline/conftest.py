@@ -32,6 +32,7 @@ def _compile_zoo(folder: Path) -> None:
         sources, artifact = save(name, folder), folder / f"{name}.vmfb"
         params = "safetensors" if name == "resnet" else "split"
         options = ("-o", artifact, "--params", params, "--verify", "--json", *types)
+        options += ("--least-size", "1") if name == "llama" else ()
         processes.append(start("compile", *sources, *options))
     for process in processes:
         done = end(process)

@@ -95,7 +95,7 @@ def test_results_that_no_device_computes(size: int, program: LoadedProgram) -> N
     result = program.outputs(x, 3, True)
     assert result[0] is x
     assert result[1:5] == (None, 7, size, 2 * size + 1)
-    assert result[6:] == (1.5, True)
+    assert result[6:] == (1.5, True, size**2)
 
 
 @pytest.mark.parametrize(
@@ -129,19 +129,26 @@ def test_sizes_are_what_the_program_takes_for_granted(tmp_path: Path) -> None:
     program = npu_iree.load(compiled(models, tmp_path / "sized.vmfb"))
     right = {
         "derived": (seeded(6, 4),),
-        "hinted": (seeded(2, 4),),
+        "hinted": (seeded(4, 4),),
         "late": (seeded(6, 4), seeded(3, 4)),
         "counted": (seeded(7), 7, 3),
+        "odd": (seeded(7),),
+        "bits": (seeded(8),),
+        "squeezed": (seeded(2, 1, 3),),
     }
     for name, args in right.items():
         assert_same(program[name](*args), models[name].model(*args))
     wrong: list[tuple[str, tuple[Any, ...], str]] = [
         ("derived", (seeded(7, 4),), "dimension 0 of x is 7, which no whole"),
-        ("derived", (seeded(400, 4),), "as dimension 0 of x, is 200, and the artifact is for 1 to"),
+        ("derived", (seeded(400, 4),), "as dimension 0 of x, is 200, and the artifact is for 2 to"),
         ("hinted", (seeded(7, 4),), "the artifact is for sizes with Eq(Mod("),
+        ("hinted", (seeded(2, 4),), "the artifact is for sizes with Ne("),  # as torch.export says
         ("late", (seeded(6, 4), seeded(4, 4)), "dimension 0 of x is 6, not 8"),
         ("counted", (seeded(7), 6, 3), "n is 6, not 7"),
         ("counted", (seeded(7), 7, 9), "step is 9, and the artifact is for 3 to 8"),
+        ("odd", (seeded(6),), "the artifact is for sizes with Ne(Mod("),
+        ("bits", (seeded(7),), "the artifact is for sizes with Eq(BitwiseFn"),
+        ("squeezed", (seeded(1, 1, 3),), "is 1, and the artifact is for 2 or more"),
     ]
     for name, args, reason in wrong:
         with pytest.raises(npu_iree.ArgumentError, match=re.escape(reason)):

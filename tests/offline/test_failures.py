@@ -536,6 +536,13 @@ class CountsElements(torch.nn.Module):
         return x + 1, x.nonzero().shape[0]
 
 
+class Sine(torch.nn.Module):
+    dynamic = ({0: torch.export.Dim.DYNAMIC},)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if torch._sym_sin(x.shape[0]) > 0 else x + 1
+
+
 @pytest.mark.parametrize(
     ("model", "error", "reason"),
     [
@@ -544,6 +551,7 @@ class CountsElements(torch.nn.Module):
         (Keyed(torch.float32), ExportError, "a dict with the key torch.float32"),
         (Unsigned(), ExportError, "words is torch.uint32, which no artifact holds"),
         (CountsElements(), npu_iree.UnsupportedOpError, "nonzero"),
+        (Sine(), ExportError, r"OpaqueUnaryFn_sin.* > 0.* \(at .*test_failures.py:.* in forward\)"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -555,8 +563,9 @@ def test_what_no_artifact_holds_is_told_before_anything_is_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("lowering.pipeline.run_stage", None)
+    small = SmallModel(model, (torch.ones(2),), dynamic=getattr(model, "dynamic", None))
     with pytest.raises(error, match=reason):
-        compiled({"main": SmallModel(model, (torch.ones(2),))}, tmp_path / "x.vmfb")
+        compiled({"main": small}, tmp_path / "x.vmfb")
     with pytest.raises(npu_iree.OptionError, match="params is one of irpa"):
         compiled({}, tmp_path / "x.vmfb", BuildOptions(params="split"))  # type: ignore[arg-type]
 
