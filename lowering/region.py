@@ -14,7 +14,7 @@ from lowering.checks import keep_right
 from lowering.dtypes import dtype_name
 from lowering.graph_modules import graph_module_of
 from lowering.importable import make_importable
-from lowering.nodes import origin_of
+from lowering.nodes import is_scalar, origin_of
 from lowering.segments import Segment
 from lowering.signature import NUMBERS, ScalarSpec, Signature, TensorSpec, inverse
 from lowering.sizes import settled, size_hint
@@ -142,6 +142,9 @@ def _copied(
         values[node] = graph.node_copy(node, lambda n: _argument(n, values))
         values[node].meta = {**origin_of(node.meta), "val": settled(node.meta["val"])}
     graph.output([_give(graph, values[n], n) for n in outputs])
+    for number in reversed([n for n in graph.nodes if is_scalar(n)]):
+        if not number.users:  # the host computes sizes that are results
+            graph.erase_node(number)
     return graph
 
 
