@@ -157,7 +157,11 @@ class Function:
                     call = self._name, self._function, inputs, results
                     arena = executable._lender.invoke(*call, points)
                 executable.note(signal, self.work)
-        except RuntimeError as error:
+        except BaseException as error:
+            if arena is not None:  # it is under way, and the caller does not get to know in what
+                arena.end_with(Timepoint(signal, self.work))
+            if not isinstance(error, RuntimeError):
+                raise
             for point in points:  # what has failed already fails this, and tells better why
                 point.is_reached()
             raise DeviceError(self.work.name, self.work.ops, str(error)) from error

@@ -106,7 +106,7 @@ def test_calls_under_way_at_once_have_memory_of_their_own(
 
 @pytest.mark.parametrize("device", LOCAL_FIRST, indirect=True)
 def test_a_refused_call_leaves_nothing_lent(
-    device: npu_iree.Device, compile_function: Compile
+    device: npu_iree.Device, compile_function: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = images()[0]
     executable = executable_of(compile_function(chain, x, target=device.target.name))
@@ -117,6 +117,17 @@ def test_a_refused_call_leaves_nothing_lent(
         function(wrong)
     assert device.arenas.nbytes == before
     assert_same(function(handle)[0].to_host(timeout_s=30), chain(x))
+    before = device.arenas.nbytes
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(executable, "note", fail)
+        with pytest.raises(MemoryError):
+            function(handle)
+    assert_same(function(handle)[0].to_host(timeout_s=30), chain(x))
+    assert device.arenas.nbytes == before
 
 
 @pytest.mark.parametrize("device", LOCAL_FIRST, indirect=True)
