@@ -93,14 +93,14 @@ class _Trial(fx.Interpreter):
     def _number(self, number: Any) -> int:
         if not isinstance(number, torch.SymInt):
             return int(number)
-        hints = number.node.shape_env.backed_var_to_val
-        return int(number.node.expr.xreplace({**hints, **self._chosen}))
+        node = number.node
+        return int(node.expr.xreplace({**node.shape_env.backed_var_to_val, **self._chosen}))
 
 
 def _sizes_of(program: ExportedProgram) -> list[Any]:
     """Return the symbols of the arguments' sizes, but for those that are arguments themselves."""
     values = [n.meta.get("val") for n in program.graph.find_nodes(op="placeholder")]
-    sizes = [s for v in values if isinstance(v, torch.Tensor) for s in v.shape]
+    sizes: list[Any] = [s for v in values if isinstance(v, torch.Tensor) for s in v.shape]
     symbolic = [s.node.expr.free_symbols for s in sizes if isinstance(s, torch.SymInt)]
     found = set[Any]().union(*symbolic) - numbers_of(program)
     return [symbol for symbol in program.range_constraints if symbol in found]
