@@ -56,18 +56,19 @@ def rewrite(graph_module: fx.GraphModule, target: CompileTarget) -> fx.GraphModu
     given = graph_module
     flags = target.flag_sets[0] if target.flag_sets else ()
     with _ONE_AT_A_TIME, compiling_for(flags):
-        graph_module = _by_rules(graph_module, [RULES[n] for n in target.rewrites if n in RULES])
+        graph_module = _by_rules(graph_module, target)
         for form in (FORMS[name] for name in target.rewrites if name not in RULES):
-            graph_module = form().rewrite(graph_module)
+            graph_module = form(target.keep_ops).rewrite(graph_module)
         if graph_module is not given:
             make_importable(graph_module.graph)  # views of sizes that are not known
     return graph_module
 
 
-def _by_rules(graph_module: fx.GraphModule, rules: Sequence[Mapping[Any, Rule]]) -> fx.GraphModule:
+def _by_rules(graph_module: fx.GraphModule, target: CompileTarget) -> fx.GraphModule:
+    rules = [RULES[name] for name in target.rewrites if name in RULES]
     table = {op: rule for of_kind in rules for op, rule in of_kind.items()}
     graph, values = fx.Graph(), dict[fx.Node, Any]()
-    recorder, is_rewritten = Recorder(graph), False
+    recorder, is_rewritten = Recorder(graph, target.keep_ops), False
     for node in graph_module.graph.nodes:
         new: Any = NotImplemented
         rule = table.get(node.target)

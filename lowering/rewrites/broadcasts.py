@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowering.rewrites.forms import is_pointwise
 from lowering.rewrites.rule import Arguments, Rule
 
 aten = torch.ops.aten
@@ -88,11 +89,7 @@ def _length(tensor: torch.Tensor, dim: int = 0, *_: Any) -> int:
 
 
 def _is_pointwise(node: Any) -> bool:
-    if not isinstance(node, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    tags = node.target.tags
-    is_same = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    return is_same and not node.kwargs and isinstance(node.meta.get("val"), torch.Tensor)
+    return isinstance(node, fx.Node) and is_pointwise(node) and not node.kwargs
 
 
 def _ends(node: fx.Node) -> Iterator[fx.Node]:

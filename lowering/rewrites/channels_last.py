@@ -21,7 +21,7 @@ from typing_extensions import override
 from lowering.nodes import takes_tensors
 from lowering.rewrites.forms import Forms, is_pointwise
 from lowering.rewrites.windows import MOST_PLACES, Window, to_first, to_last, windows
-from lowering.sizes import are_same
+from lowering.sizes import are_same, of_each
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -34,6 +34,10 @@ class ChannelsLast(Forms):
     """
 
     takes = staticmethod(takes_tensors)
+
+    def __init__(self, keep_ops: frozenset[str] = frozenset()) -> None:
+        super().__init__(keep_ops)
+        self._repeats = dict[fx.Node, Any]()
 
     @override
     def copied(self, node: fx.Node) -> None:
@@ -91,6 +95,11 @@ class ChannelsLast(Forms):
 
         Such is the gradient of a mean.
         """
+        if node not in self._repeats:
+            self._repeats[node] = self._written_repeated(node)
+        return self._repeats[node]
+
+    def _written_repeated(self, node: fx.Node) -> Any:
         if node.target is aten.expand.default:
             source, sizes = cast(tuple[fx.Node, Sequence[int]], node.args)
             shape = source.meta["val"].shape
@@ -150,7 +159,8 @@ def images_of(graph: fx.Graph) -> set[fx.Node]:
         elif is_pointwise(node):
             is_image = any(n in found and _leads(n.meta["val"].shape, value.shape) for n in given)
         else:
-            is_of_images = source is not node or node.target in _OF_IMAGES
+            is_moved = source is not node or (node.target in _OF_IMAGES and not node.kwargs)
+            is_of_images = is_moved or node.target in _COPIES
             is_image = is_of_images and bool(given) and found.issuperset(given)
         if is_image:
             found.add(node)
@@ -179,11 +189,25 @@ def _expand(x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
 
 
 def _pool_of(node: fx.Node) -> fx.Node | None:
-    """Return the pool that a node has the numbers of, not their places."""
+    """Return the pool that a node has the numbers of, not their places, if it is written out."""
     if node.target is not operator.getitem or node.args[1] != 0:
         return None
     pool = cast(fx.Node, node.args[0])
-    return pool if pool.target is aten.max_pool2d_with_indices.default else None
+    is_pool = pool.target is aten.max_pool2d_with_indices.default and not pool.kwargs
+    return pool if is_pool and _is_written_out(*cast(Any, pool.args)) else None
+
+
+def _is_written_out(
+    x: fx.Node,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+) -> bool:
+    value = x.meta["val"]
+    is_small = math.prod(of_each(kernel, 2)) <= MOST_PLACES
+    return not ceil_mode and value.ndim == 4 and is_small and value.dtype.is_floating_point
 
 
 def _max_pool(
@@ -192,12 +216,9 @@ def _max_pool(
     stride: Sequence[int] = (),
     padding: Sequence[int] = (0,),
     dilation: Sequence[int] = (1,),
-    ceil_mode: bool = False,
+    *_: bool,
 ) -> Any:
     window = Window.of(2, kernel, stride or kernel, padding, dilation)
-    is_small = math.prod(window.kernel) <= MOST_PLACES
-    if ceil_mode or x.ndim != 4 or not is_small or not x.dtype.is_floating_point:
-        return NotImplemented
     return functools.reduce(torch.maximum, windows(x, window, -math.inf))
 
 
@@ -252,24 +273,18 @@ def _view(x: torch.Tensor, size: Sequence[int]) -> Any:
 
 
 _LEAST_RANK = 3  # of what has channels and places
-_OPS: Mapping[Any, Callable[..., Any]] = {
+# What gives images of images, wherever these have channels.
+_OF_IMAGES: Mapping[Any, Callable[..., Any]] = {
     aten.cat.default: _cat,
     aten.constant_pad_nd.default: _pad,
-    aten.mean.dim: functools.partial(_reduced, aten.mean.dim),
     aten.slice.Tensor: _slice,
+    prims.convert_element_type.default: prims.convert_element_type.default,
+}
+_OPS: Mapping[Any, Callable[..., Any]] = {
+    **_OF_IMAGES,
+    aten.mean.dim: functools.partial(_reduced, aten.mean.dim),
     aten.sum.dim_IntList: functools.partial(_reduced, aten.sum.dim_IntList),
     aten.unsqueeze.default: _unsqueeze,
     aten.view.default: _view,
-    prims.convert_element_type.default: prims.convert_element_type.default,
 }
 _COPIES = frozenset({aten.alias.default, aten.clone.default})
-# What gives images of images, wherever these have channels.
-_OF_IMAGES = frozenset(
-    {
-        *_COPIES,
-        aten.cat.default,
-        aten.constant_pad_nd.default,
-        aten.slice.Tensor,
-        prims.convert_element_type.default,
-    }
-)

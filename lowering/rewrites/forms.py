@@ -35,11 +35,11 @@ class Forms(ABC):
 
     takes: Callable[[fx.Node], bool] = staticmethod(takes_static_tensors)
 
-    def __init__(self) -> None:
+    def __init__(self, keep_ops: frozenset[str] = frozenset()) -> None:
         self.moved = dict[fx.Node, Any]()
         self.plain = dict[fx.Node, Any]()
         self._graph = fx.Graph()
-        self._recorder = Recorder(self._graph)
+        self._recorder = Recorder(self._graph, keep_ops)
         self.is_changed = False
 
     def rewrite(self, graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -89,14 +89,14 @@ class Forms(ABC):
         return self.plain[node]
 
     def write(self, node: fx.Node, function: Callable[..., Any], *args: Any) -> Any:
-        """Write what a function of tensors computes, in the place of a node.
+        """Write what a function of tensors computes, in the place of a node, whose op is final.
 
         Args:
             node: of the old graph.
             function: may return `NotImplemented`, and so does this then.
             args: with nodes of the new graph as tensors.
         """
-        return self._recorder.record(function, args, node.meta)
+        return self._recorder.record(function, args, node.meta, node.target)
 
     def write_of(self, node: fx.Node, operands: Mapping[fx.Node, Any]) -> Any:
         """Write what a node computes, of nodes of the new graph in the place of its operands."""
@@ -132,8 +132,9 @@ class Forms(ABC):
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Say whether an op computes each number by itself, of those in its place."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    """Say whether an op computes each number of a tensor by itself, of those in its place."""
+    is_of_tensor = isinstance(node.meta.get("val"), torch.Tensor)
+    if not is_of_tensor or not isinstance(node.target, torch._ops.OpOverload):
         return False
     tags = node.target.tags
     is_same = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags

@@ -64,15 +64,18 @@ def mm(x: torch.Tensor, matrix: torch.Tensor, is_transposed: bool) -> Any:
 
 
 def _matrix(node: fx.Node) -> Arguments | None:
-    """Take the matrix that the second factor is in floats, or the transpose of."""
-    x, factor = node.args
-    source = converted(factor)
-    is_of_bytes = source is not None and source.meta["val"].dtype == torch.int8
-    matrix = source if is_of_bytes else factor
-    if isinstance(matrix, fx.Node) and matrix.target is aten.permute.default:
-        source, dims = cast(tuple[fx.Node, Sequence[int]], matrix.args)
-        return x, source, [dim % 2 for dim in dims] == [1, 0]  # or it moves nothing
-    return (x, matrix, False) if is_of_bytes else None
+    """Take the matrix that the second factor is in floats, or the transpose of, or both."""
+    x, factor = cast(tuple[fx.Node, fx.Node], node.args)
+    matrix, is_transposed = factor, False
+    while True:
+        source = converted(matrix)
+        if source is not None and source.meta["val"].dtype == torch.int8:
+            matrix = source
+        elif matrix.target is aten.permute.default:
+            matrix, dims = cast(tuple[fx.Node, Sequence[int]], matrix.args)
+            is_transposed ^= [dim % 2 for dim in dims] == [1, 0]  # or it moves nothing
+        else:
+            return None if matrix is factor else (x, matrix, is_transposed)
 
 
 def bmm(x: torch.Tensor, matrices: torch.Tensor, times: int, is_transposed: bool) -> Any:

@@ -45,7 +45,7 @@ _NO_LOG = logging.Logger("sizes", logging.CRITICAL)
 
 
 class _NotWrittenError(Exception):
-    """A size cannot be written down, or would have to be known."""
+    """Something cannot be written down: a size that would have to be known, say."""
 
 
 def part_of(
@@ -75,10 +75,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         graph: gets the nodes.
     """
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, keep_ops: frozenset[str] = frozenset()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph = graph
-        self._table = _table()
+        self._table = _table(keep_ops)
+        self._final: Any = None
         self._fakes = FakeTensorMode()
         self._meta: Mapping[str, Any] = {}
         self._nodes: dict[int, tuple[torch.Tensor, fx.Node]] = {}
@@ -87,19 +88,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._parts: dict[Any, tuple[Any, int, int]] = {}
         self._last: fx.Node | None = None  # up to which the sizes are in there
 
-    def record(self, function: Callable[..., Any], args: Any, meta: Mapping[str, Any]) -> Any:
+    def record(
+        self, function: Callable[..., Any], args: Any, meta: Mapping[str, Any], final: Any = None
+    ) -> Any:
         """Call a function.
 
         Args:
             function: of tensors.
             args: of the call; nodes of the graph stand for tensors.
             meta: of the node that the call stands for.
+            final: an op that is not decomposed.
 
         Returns:
             What the function returned, with nodes in the place of tensors; `NotImplemented` if it
             cannot be written for all sizes that these may be of.
         """
-        self._meta = origin_of(meta)
+        self._meta, self._final = origin_of(meta), final
         env = self._env_of(args)
         fakes = self._fakes
         with contextlib.ExitStack() as stack:
@@ -125,7 +129,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_symbolic and func in _SHAPES:
             result = _SHAPES[func](*args)
         else:
-            if func in self._table:
+            if func in self._table and func is not self._final:
                 with self:
                     result = self._table[func](*args, **kwargs)
                 if result is not NotImplemented:
@@ -231,6 +235,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return node
 
     def _node(self, tensor: torch.Tensor) -> fx.Node:
+        if id(tensor) not in self._nodes:
+            raise _NotWrittenError("a tensor that no node gives")
         return self._nodes[id(tensor)][1]
 
 
@@ -347,5 +353,5 @@ _SHAPES: Mapping[OpOverload, Callable[..., torch.Tensor]] = {
 
 
 @functools.cache
-def _table() -> Mapping[OpOverload, Callable[..., Any]]:
-    return decomposition_table(keep_ops=_KEPT)
+def _table(keep_ops: frozenset[str]) -> Mapping[OpOverload, Callable[..., Any]]:
+    return decomposition_table(keep_ops=(*_KEPT, *keep_ops))

@@ -70,6 +70,8 @@ def _summed(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
 
 
 def _taken(node: fx.Node) -> Arguments | None:
+    if node.kwargs.keys() - {"dtype"}:
+        return None
     args: Sequence[Any] = [*node.args, *(None, False)[len(node.args) - 1 :]]
     x, dims, keepdim = args
     value = x.meta["val"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,8 @@ from torch.utils import _pytree as pytree
 from lowering.capture import capture_aot
 from lowering.decompositions import decomposition_table
 from lowering.rewrites import rewrite, sums
+from lowering.rewrites.channels_last import images_of
+from lowering.rewrites.recorder import Recorder
 from lowering.rewrites.windows import MOST_PLACES
 from npu_iree.targets import NPU_LOCAL
 from tolerances import assert_same
@@ -538,3 +541,67 @@ def test_products_with_vectors_pack_nothing(
     rewritten = rewrite(graph_of(torch.bmm, x, vectors), TARGET)
     assert ("aten.bmm.default" not in ops(rewritten)) == is_rewritten
     assert_same(rewritten(x, vectors), torch.bmm(x, vectors))
+
+
+def test_ops_that_are_whole_stay_whole() -> None:
+    """Those that the user keeps, and of what rewrites write those that the target keeps."""
+
+    def activated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu((x @ weight).view(2, 2, 5)).view(4, 5)
+
+    args = torch.randn(4, 3), torch.randn(3, 5)
+    traced = make_fx(activated, decomposition_table=decomposition_table(["aten.silu"]))(*args)
+    rewritten = rewrite(capture_aot(traced).graph_module, TARGET)
+    assert ops(rewritten) == ["aten.mm.default", "aten.silu.default", "aten.view.default"]
+    (x, *_), graph = rewritten.graph.nodes, fx.Graph()
+    kept = Recorder(graph, frozenset({"aten.silu"})).record(aten.silu.default, (x,), {})
+    assert kept.target is aten.silu.default
+
+
+@pytest.mark.parametrize("is_converted_first", [False, True])
+def test_a_product_by_a_matrix_of_bytes_reads_the_bytes(is_converted_first: bool) -> None:
+    x, matrix = torch.randn(3, 4).bfloat16(), torch.randint(-9, 9, (5, 4), dtype=torch.int8)
+
+    def product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        return x @ (matrix.to(x.dtype).t() if is_converted_first else matrix.t().to(x.dtype))
+
+    rewritten = rewrite(graph_of(product, x, matrix), TARGET)
+    (node,) = [n for n in rewritten.graph.nodes if n.target is aten.mm.default]
+    assert node.meta["val"].dtype == torch.float32
+    assert_same(rewritten(x, matrix), product(x, matrix))
+
+
+def test_what_no_rewrite_knows_is_left_as_it_is() -> None:
+    """An op with two results; keywords; a tensor from elsewhere."""
+    x, weight = torch.randn(2, 3, 1, 1), torch.randn(4, 3, 1, 1)
+    graph = graph_of(
+        lambda x, w: (*torch.frexp(torch.conv2d(x, w)), torch.mm(x[0, 0], x[1, 0])), x, weight
+    )
+    assert "aten.frexp.Tensor" in ops(rewrite(graph, TARGET))
+    added = graph_of(lambda x: x.sum(0, keepdim=True), torch.randn(5))
+    (node,) = [n for n in added.graph.nodes if n.target is aten.sum.dim_IntList]
+    node.args, node.kwargs = node.args[:2], {"keepdim": True}
+    with patch.multiple(sums, _LONG_ROW=2, _LONG=2, _MOST=2):
+        assert rewrite(added, TARGET) is added
+    recorder = Recorder(fx.Graph())
+    assert recorder.record(lambda: x, (), {}) is NotImplemented
+
+
+@pytest.mark.parametrize("kernel", [5, 6])
+def test_images_are_what_is_computed_with_channels_last(kernel: int) -> None:
+    x, weight = torch.randn(1, 3, 9, 9), torch.randn(4, 3, 1, 1)
+    graph = graph_of(lambda x, w: torch.max_pool2d(torch.conv2d(x, w), kernel), x, weight)
+    targets = [node.target for node in images_of(graph.graph)]
+    assert (operator.getitem in targets) == (kernel == 5)
+
+
+def test_what_is_repeated_is_written_once() -> None:
+    x, weight, c = torch.randn(2, 3, 5, 5), torch.randn(4, 3, 1, 1), torch.randn(2, 4, 1, 1)
+
+    def network(x: torch.Tensor, weight: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        y, mean = torch.conv2d(x, weight), c.expand(2, 4, 5, 5) / 25
+        return (y + mean) * (y - mean)
+
+    rewritten = rewrite(graph_of(network, x, weight, c), TARGET)
+    assert ops(rewritten).count("aten.div.Tensor") == 1
+    assert_close_to_largest((rewritten(x, weight, c),), (network(x, weight, c),))
