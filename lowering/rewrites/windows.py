@@ -42,6 +42,9 @@ def to_first(rank: int) -> list[int]:
 def windows(x: torch.Tensor, window: Window, fill: float = 0.0) -> list[torch.Tensor]:
     """Give for each place of a window what is there, wherever the window stands.
 
+    Padding is multiplied by the weight, as in IREE's own convolutions and in some of eager's: where
+    the weight is infinite, that is NaN.
+
     Args:
         x: `[N, ..., C]`.
         window: of as many dimensions as there are between.

@@ -82,7 +82,15 @@ HELP = {
             "forbid",
             "allow",
         ),
-        *("--bundle", "--import", "--json", "--verify", "--stop-after", *(s.name for s in STAGES)),
+        *(
+            "--least-size",
+            "--bundle",
+            "--import",
+            "--json",
+            "--verify",
+            "--stop-after",
+            *(s.name for s in STAGES),
+        ),
         *("Exit codes: 0 done; 1 another error;", "3 ops that the target cannot run;"),
     ],
     ("run",): [
