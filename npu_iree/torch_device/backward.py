@@ -10,10 +10,23 @@ streams, ledgers, budgets.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+
+class _Pass(threading.local):
+    refusal = ""
+
+
+_PASS = _Pass()
+
+
+def refuse_pass(reason: str) -> None:
+    """Let the backward pass of this thread end in an error: PyTorch aborts if a node raises one."""
+    _PASS.refusal = reason
 
 
 def register_backward() -> None:
@@ -27,6 +40,10 @@ def _in_this_thread(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def run_here(*args: Any, **kwargs: Any) -> Any:
         with torch.autograd.set_multithreading_enabled(False):
-            return run(*args, **kwargs)
+            result = run(*args, **kwargs)
+        reason, _PASS.refusal = _PASS.refusal, ""
+        if reason:
+            raise RuntimeError(reason)
+        return result
 
     return run_here

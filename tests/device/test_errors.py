@@ -258,21 +258,6 @@ def test_a_call_that_eager_refuses_does_not_send_the_op_to_the_host() -> None:
     assert c.tolist() == [[5] * 4] * 4
 
 
-def test_a_module_whose_weights_are_in_use_moves_as_a_whole_or_not_at_all() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
-    first, optimizer = model[0].weight, torch.optim.SGD(model.parameters(), 0.1)
-    for device, other in (("cpu", NPU), (NPU, "cpu")):
-        result = model(torch.ones(3, 4, device=device))
-        with pytest.raises(RuntimeError, match=r"holds its parameter '1\.weight', .*`del out`"):
-            model.to(other)
-        assert {p.device.type for p in model.parameters()} == {device}
-        result.sum().backward()  # which a half-moved module could not do any more
-        model.to(other)
-        assert {t.device.type for p in model.parameters() for t in (p, p.grad)} == {other}
-        optimizer.step()
-    assert model[0].weight is first
-
-
 def test_an_index_out_of_range_is_told_where_one_waits() -> None:
     table = torch.arange(12.0, device=NPU).view(4, 3)
     bad = torch.tensor([1, 4], device=NPU)

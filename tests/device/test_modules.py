@@ -131,5 +131,8 @@ def test_a_module_moves_whatever_holds_its_parameters_and_trains_on() -> None:
     assert_same(torch.autograd.grad(kept, x, retain_graph=True)[0], expected)
     with pytest.raises(RuntimeError, match="whose module has moved since"):
         kept.backward()
+    late = net[0].weight.view(-1)
     net.cpu()(x).sum().backward()
+    with pytest.raises(RuntimeError, match="whose module has moved since"):
+        late.backward(torch.ones(4, device=NPU))
     assert_same(net[0].weight.grad, 2 * gradient.detach())
