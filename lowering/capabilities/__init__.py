@@ -216,17 +216,24 @@ def _limit(row: Mapping[str, Any], known_ops: Iterable[str]) -> Limit:
     if not isinstance(row.get("reason"), str):
         raise ValueError(f"a limit without a reason in [[limits]]: {dict(row)}")
     longer_than = row.get("longer_than")
-    if longer_than is not None and not isinstance(longer_than, int):
-        raise ValueError("longer_than of a limit is a number of elements")
+    if longer_than is not None and not (type(longer_than) is int and longer_than >= 0):
+        raise ValueError(f"longer_than of a limit is a number of elements, not {longer_than!r}")
     return Limit(
         ops=_names("ops of [[limits]]", row.get("ops", []), known_ops),
         dtypes=_names("dtypes of [[limits]]", row.get("dtypes", []), DTYPES),
-        empty=bool(row.get("empty", False)),
-        scalar=bool(row.get("scalar", False)),
-        dynamic=bool(row.get("dynamic", False)),
+        empty=_claim(row, "empty"),
+        scalar=_claim(row, "scalar"),
+        dynamic=_claim(row, "dynamic"),
         longer_than=longer_than,
         reason=row["reason"],
     )
+
+
+def _claim(row: Mapping[str, Any], name: str) -> bool:
+    value = row.get(name, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} of a limit is true or false, not {value!r}")
+    return value
 
 
 def _longest(tensors: Iterable[torch.Tensor]) -> int:

@@ -120,7 +120,9 @@ def verify(
 
 
 @app.command()
-def prune(limit_bytes: int = typer.Option(None, help="by default the cache's own limit")) -> None:
+def prune(
+    limit_bytes: int = typer.Option(None, min=0, help="by default the cache's own limit"),
+) -> None:
     """Remove the least recently used entries until the rest fits."""
     removed = _cache().prune(limit_bytes)
     console.print(f"removed {len(removed)} entries")

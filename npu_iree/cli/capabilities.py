@@ -24,6 +24,7 @@ app = typer.Typer(
     no_args_is_help=True, help="What a target runs, in which dtypes, and why not the rest."
 )
 console = Console()
+_FLAGS = ("empty", "scalar", "dynamic")  # of a limit: what its tensors must be
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,16 @@ class Row:
         """The row as it is shown."""
         return self.op, " ".join(self.dtypes) or "-", self.host
 
+    def json(self) -> dict[str, object]:
+        """Return the row as plain data."""
+        limits = [
+            {name: getattr(limit, name) for name in _FLAGS}
+            | {"dtypes": sorted(limit.dtypes), "longer_than": limit.longer_than}
+            | {"reason": limit.reason}
+            for limit in self.limits
+        ]
+        return {"op": self.op, "dtypes": list(self.dtypes), "host": self.host, "limits": limits}
+
 
 @app.command("show")
 def show(
@@ -57,8 +68,7 @@ def show(
     """Show a capability table: op, the dtypes it runs in on the device, what runs on the host."""
     rows = [row for row in table_rows(_load(table)) if filter_.search(row.op)]
     if form == "json":
-        found = [{"op": r.op, "dtypes": list(r.dtypes), "host": r.host} for r in rows]
-        typer.echo(json.dumps(found, indent=1))
+        typer.echo(json.dumps([row.json() for row in rows], indent=1))
     elif form == "markdown":
         typer.echo(markdown(table, rows), nl=False)
     else:
@@ -122,7 +132,17 @@ def _row(op: str, capabilities: Capabilities) -> Row:
     limits = [limit for limit in capabilities.limits if not limit.ops or op in limit.ops]
     never = {name for limit in limits if _is_always(limit) for name in limit.dtypes or DTYPES}
     dtypes = tuple(name for name in DTYPES if name in capabilities.ops[op] - never)
-    return Row(op, dtypes, "; ".join(limit.reason for limit in limits), tuple(limits))
+    return Row(op, dtypes, "; ".join(map(_told, limits)), tuple(limits))
+
+
+def _told(limit: Limit) -> str:
+    """Say which calls a limit cuts out, and why."""
+    needed = [name for name in _FLAGS if getattr(limit, name)]
+    if limit.dtypes:
+        needed.insert(0, " or ".join(sorted(limit.dtypes)))
+    if limit.longer_than is not None:
+        needed.append(f"longer than {limit.longer_than}")
+    return f"if {' and '.join(needed)}: {limit.reason}" if needed else limit.reason
 
 
 def _is_always(limit: Limit) -> bool:
@@ -139,7 +159,7 @@ def _runs_less(before: Row, after: Row) -> bool:
 def _is_in(limit: Limit, other: Limit) -> bool:
     """Say whether what a limit covers of an op is covered by another one."""
     dtypes = not other.dtypes or (bool(limit.dtypes) and limit.dtypes <= other.dtypes)
-    flags = [(getattr(limit, n), getattr(other, n)) for n in ("empty", "scalar", "dynamic")]
+    flags = [(getattr(limit, n), getattr(other, n)) for n in _FLAGS]
     lengths = limit.longer_than, other.longer_than
     is_as_long = lengths[1] is None or (lengths[0] is not None and lengths[1] <= lengths[0])
     return dtypes and is_as_long and all(needed or not others for needed, others in flags)

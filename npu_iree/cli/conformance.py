@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -60,11 +60,14 @@ def ops(
     json_: Json = None,
     junit: Junit = None,
 ) -> None:
-    """Run PyTorch's operator database (`op_db`) through torch.compile and compare with eager."""
+    """Run PyTorch's operator database (`op_db`) through torch.compile and compare with eager.
+
+    Exit code 1 if a case is error, wrong, hang or crash, or none ran wholly on the device.
+    """
     from npu_iree.conformance.eager import judge_eager
     from npu_iree.conformance.judge import judge, make_ready
 
-    files = Files(json_, junit)
+    files = Files(journal, json_, junit)
     _check(target, device, files)
     count = 0 if samples == "all" else _count(samples)
     try:
@@ -76,13 +79,14 @@ def ops(
         raise OptionError(f"no operator matches --filter {filter_.pattern!r}")
     on_npu = device == "npu"  # there, cases share kernels: the cache stays on
     judged_by = functools.partial(judge_eager if on_npu else judge, target=target)
-    judged_as = {"of": "operators", "device": device, "limit": limit, "samples": samples}
-    judged_as |= {"gradients": "none" if forward_only else "f32", **_judged_on(target)}
+    judged_as: dict[str, object] = {"of": "operators", "device": device, "limit": limit}
+    judged_as |= {"samples": samples, "gradients": "none" if forward_only else "f32"}
+    judged_as |= _judged_on(target)
     found = run_cases(
         todo, judged_by, jobs=jobs, limit_s=limit, journal=journal, judged_as=judged_as,
         cached=on_npu, make_ready=functools.partial(make_ready, target, operators=True),
     )  # fmt: skip
-    _conclude(_watched("operators", len(todo), found), "operators", target, files)
+    _conclude(_watched(len(todo), found), judged_as, files)
 
 
 @app.command("programs")
@@ -100,23 +104,25 @@ def programs(
 ) -> None:
     """Run random programs of four to twelve ops, gradients and writes in place among them.
 
-    One that differs from eager is cut down, and its shortest form told.
+    One that differs from eager is cut down, and its shortest form told. Exit code 1 if one is
+    error, wrong, hang or crash, or none ran wholly on the device.
     """
     from npu_iree.conformance.judge import make_ready
     from npu_iree.conformance.judge_programs import judge_program
     from npu_iree.conformance.programs import draw_program
 
-    files = Files(json_, junit)
+    files = Files(journal, json_, junit)
     _check(target, device, files)
     todo = [draw_program(s) for s in range(seed, seed + count)]
     judged_by = functools.partial(judge_program, target=target, device=device, dynamic=dynamic)
-    judged_as = {"of": "programs", "device": device, "limit": limit, "dynamic": dynamic}
+    judged_as: dict[str, object] = {"of": "programs", "device": device, "limit": limit}
+    judged_as |= {"dynamic": dynamic, **_judged_on(target)}
     found = run_cases(
         todo, judged_by, jobs=jobs, limit_s=limit, journal=journal,
-        judged_as=judged_as | _judged_on(target), cached=device == "npu",
+        judged_as=judged_as, cached=device == "npu",
         make_ready=functools.partial(make_ready, target, operators=False),
     )  # fmt: skip
-    _conclude(_watched("programs", len(todo), found), "programs", target, files)
+    _conclude(_watched(len(todo), found), judged_as, files)
 
 
 @app.command("diff")
@@ -139,25 +145,26 @@ def diff(before: Path, after: Path) -> None:
 
 @dataclass(frozen=True)
 class Files:
-    """What a run's verdicts are written to."""
+    """What a run's verdicts are written to: the journal as they come, the others at the end."""
 
+    journal: Path | None
     json: Path | None
     junit: Path | None
 
-    def write(self, verdicts: Sequence[Verdict], name: str, target: str) -> None:
+    def write(self, verdicts: Sequence[Verdict], judged_as: Mapping[str, object]) -> None:
         """Write what was found."""
         if self.json is not None:
             text = "".join(json.dumps(asdict(v)) + "\n" for v in verdicts)
             write_text(self.json, text)
         if self.junit is not None:
-            write_text(self.junit, report.junit(verdicts, name, target))
+            write_text(self.junit, report.junit(verdicts, judged_as))
 
 
 def _check(target: str, device: str, files: Files) -> None:
     if device not in ("compile", "npu"):
         raise OptionError(f"--device is compile or npu, not {device!r}")
     find_target(target)
-    refuse_unwritable(files.json, files.junit)
+    refuse_unwritable(files.journal, files.json, files.junit)
 
 
 def _judged_on(target: str) -> dict[str, object]:
@@ -174,27 +181,34 @@ def _judged_on(target: str) -> dict[str, object]:
     }
 
 
-def _watched(what: str, total: int, verdicts: Iterable[Verdict]) -> list[Verdict]:
+def _watched(total: int, verdicts: Iterable[Verdict]) -> list[Verdict]:
     """List verdicts as they come, behind a progress bar."""
     listed = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=total)
+        task = progress.add_task("cases", total=total)
         for verdict in verdicts:
             listed.append(verdict)
             progress.update(task, advance=1, description=verdict.key)
     return listed
 
 
-def _conclude(verdicts: Sequence[Verdict], what: str, target: str, files: Files) -> None:
-    """Write and print what was found; exit code 1 if anything went wrong, or nothing was tried."""
+def _conclude(verdicts: Sequence[Verdict], judged_as: Mapping[str, object], files: Files) -> None:
+    """Write and print what was found; exit code 1 if anything went wrong, or nothing is proven."""
     try:
-        files.write(verdicts, what, target)
+        files.write(verdicts, judged_as)
     finally:
         _print(verdicts)
-    if all(v.outcome == "skipped" for v in verdicts):
+    outcomes = {v.outcome for v in verdicts}
+    if outcomes == {"skipped"}:
         console.print("nothing was tried: all cases are skipped")
-        raise SystemExit(1)
-    if any(v.outcome in BAD for v in verdicts):
+    elif "device" not in outcomes:
+        target = str(judged_as["target"])
+        ops = len(load_capabilities(find_target(target).compile.capabilities).ops)
+        console.print(
+            f"nothing is proven: no case ran wholly on the device of {target}, whose capability "
+            f"table has {ops} ops", soft_wrap=True,
+        )  # fmt: skip
+    if "device" not in outcomes or not outcomes.isdisjoint(BAD):
         raise SystemExit(1)
 
 

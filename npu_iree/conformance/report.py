@@ -35,25 +35,37 @@ def device_share(verdicts: Iterable[Verdict]) -> tuple[float, float]:
     return device / max(1, len(right)), device / max(1, len(lowered))
 
 
-def junit(verdicts: Iterable[Verdict], name: str, target: str) -> str:
+def junit(verdicts: Iterable[Verdict], judged_as: Mapping[str, object]) -> str:
     """Write verdicts as JUnit XML: a test a case, a suite a dtype.
 
     Args:
         verdicts: of a run.
-        name: what was tried, e.g. `operators`.
-        target: on what.
+        judged_as: what was tried (`of`), the `target`, and all else that decides verdicts.
     """
-    root = ElementTree.Element("testsuites", name=f"npu-iree conformance {name}, {target}")
+    target = str(judged_as["target"])
+    name = f"npu-iree conformance {judged_as['of']}, {target}"
+    root = ElementTree.Element("testsuites", name=name)
     for dtype, found in by_dtype(verdicts).items():
         suite = ElementTree.SubElement(root, "testsuite", _counts(found), name=dtype)
+        share, of_lowered = (f"{share:.1%}" for share in device_share(found))
+        _add_properties(suite, {**judged_as, "share": share, "share of lowered": of_lowered})
         for verdict in found:
             test = ElementTree.SubElement(suite, "testcase", name=verdict.key, classname=target)
+            _add_properties(test, {"outcome": verdict.outcome})
             if verdict.outcome in BAD:
                 problem = ElementTree.SubElement(test, "failure", message=verdict.outcome)
                 problem.text = _printable(verdict.detail)
             elif verdict.outcome == "skipped":
                 ElementTree.SubElement(test, "skipped", message=_printable(verdict.detail[:200]))
+            elif verdict.detail:
+                ElementTree.SubElement(test, "system-out").text = _printable(verdict.detail)
     return ElementTree.tostring(root, encoding="unicode")
+
+
+def _add_properties(element: ElementTree.Element, values: Mapping[str, object]) -> None:
+    properties = ElementTree.SubElement(element, "properties")
+    for name, value in values.items():
+        ElementTree.SubElement(properties, "property", name=name, value=_printable(str(value)))
 
 
 def _counts(verdicts: Sequence[Verdict]) -> dict[str, str]:

@@ -67,6 +67,7 @@ def _begin(journal: Path, judged_as: Mapping[str, object]) -> None:
     """Write the journal's first line, or see that it is of a run like this one."""
     lines = _lines_of(journal)
     if not lines:
+        journal.parent.mkdir(parents=True, exist_ok=True)
         append_line(journal, {_JUDGED_AS: dict(judged_as)})
         return
     try:

@@ -315,7 +315,14 @@ def test_a_limit_that_is_no_number_of_bytes_is_one_clear_line(
 
 
 @pytest.mark.parametrize(
-    "args", [["prune", "--limit-bytes", "much"], ["why", "a"], ["import"], ["nonsense"]]
+    "args",
+    [
+        ["prune", "--limit-bytes", "much"],
+        ["prune", "--limit-bytes", "-5"],
+        ["why", "a"],
+        ["import"],
+        ["nonsense"],
+    ],
 )
 def test_wrong_arguments_are_explained(args: list[str], folder: Path, call: Cli) -> None:
     done = call(folder, *args)

@@ -30,8 +30,11 @@ def test_show_says_where_an_op_runs_and_why_not() -> None:
     assert "f32" in found["aten.add.Tensor"]["dtypes"]
     assert found["aten.median.dim"] == {
         "op": "aten.median.dim", "dtypes": [], "host": "torch-mlir cannot lower it",
+        "limits": [],
     }  # fmt: skip
-    assert "where no tensor has a dimension" in found["aten.cumsum.default"]["host"]
+    assert "if scalar: where no tensor has a dimension" in found["aten.cumsum.default"]["host"]
+    (limit,) = found["aten.cumsum.default"]["limits"]
+    assert (limit["scalar"], limit["dynamic"], limit["longer_than"]) == (True, False, None)
 
 
 def test_the_page_that_is_checked_in_says_what_the_table_says() -> None:

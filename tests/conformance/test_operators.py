@@ -308,10 +308,17 @@ def test_the_share_counts_what_ran_right() -> None:
 
 def test_junit_tells_what_was_tried_and_counts() -> None:
     verdicts = [Verdict("x[f32]", "wrong", "a\x1b[0m < b"), Verdict("y[f32]", "skipped", "why")]
-    root = ElementTree.fromstring(report.junit(verdicts, "programs", "cuda"))
+    verdicts.append(Verdict("z[f32]", "host", "aten.median.dim: why"))
+    judged_as = {"of": "programs", "target": "cuda", "torch": "2.13"}
+    root = ElementTree.fromstring(report.junit(verdicts, judged_as))
     assert root.get("name") == "npu-iree conformance programs, cuda"
     (suite,) = root
-    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("2", "1", "1")
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("3", "1", "1")
+    told = {p.get("name"): p.get("value") for p in suite.findall("properties/property")}
+    assert told == {**judged_as, "share": "0.0%", "share of lowered": "0.0%"}
+    outcomes = [p.get("value") for p in suite.findall("testcase/properties/property")]
+    assert outcomes == [v.outcome for v in verdicts]
+    assert suite.findtext("testcase/system-out") == "aten.median.dim: why"
     assert suite.findtext(".//failure") == "a\ufffd[0m < b"
 
 
@@ -321,10 +328,15 @@ def test_nothing_proves_nothing(
     none = command("ops", "--filter", "^no_such_op$")
     assert (none.code, "no operator matches" in none.err) == (2, True)
     (tmp_path / "taken").touch()
-    nowhere = command("ops", "--filter", "^add$", "--json", tmp_path / "taken" / "file")
-    assert (nowhere.code, "cannot be written" in nowhere.err) == (2, True)
+    for option in ("--json", "--journal"):
+        nowhere = command("ops", "--filter", "^add$", option, tmp_path / "taken" / "file")
+        assert (nowhere.code, "cannot be written" in nowhere.err) == (2, True)
     verdict = judge.judge(Case("_batch_norm_with_update", 0, "f16", 1, False), "", print)
     monkeypatch.setattr("npu_iree.cli.conformance.run_cases", lambda *_, **__: [verdict])
     skipped = command("ops", "--filter", "^add$", "--json", tmp_path / "file")
     assert (skipped.code, "fake kernel says f32" in skipped.out) == (1, True)
     assert read_journal(tmp_path / "file") == {verdict.key: verdict}
+    for outcome, code in (("host", 1), ("idle", 1), ("device", 0)):
+        verdict = Verdict("x[f32]", outcome)
+        done = command("ops", "--filter", "^add$")
+        assert (done.code, "no case ran wholly on the device" in done.out) == (code, bool(code))

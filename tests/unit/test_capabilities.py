@@ -22,6 +22,9 @@ def test_long_rows_are_sorted_by_the_host() -> None:
     ("limit", "problem"),
     [
         ('longer_than = "x"', "number of elements"),
+        ("longer_than = true", "number of elements, not True"),
+        ("longer_than = -1", "number of elements, not -1"),
+        ('empty = "no"', "empty of a limit is true or false, not 'no'"),
         ("longest = 3", "unknown 'longest'. Did you mean 'longer_than'"),
         ('dtypes = ["float32"]', "unknown 'float32'.* There are: bf16, bool"),
     ],
