@@ -109,11 +109,22 @@ def known_to_have(features: Collection[str]) -> bool:
     return _LEVELS.get(name, frozenset()).issuperset(features)
 
 
+def cpu_name() -> str:
+    """Return what this machine's CPU is called, with its architecture."""
+    name = re.search(r"^model name\s*:\s*(.*)$", _cpuinfo(), re.MULTILINE)
+    return f"{name[1] if name else platform.processor()} ({platform.machine()})"
+
+
+def _cpuinfo() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+
+
 @cache
 def _features_here() -> frozenset[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
+    if not (text := _cpuinfo()):
         return frozenset()
     flags = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
     names = flags[1].split() if flags else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -161,6 +162,12 @@ class FlagError(StageError, ValueError):
     def __init__(self, stage: str, diagnostics: str, flags: Sequence[str]) -> None:
         super().__init__(stage, diagnostics)
         self.flags = tuple(flags)
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """Those of the flags that the compiler's words name."""
+        words = {word.lstrip("-") for word in re.findall(r"[\w-]+", self.diagnostics)}
+        return tuple(f for f in self.flags if f.lstrip("-").partition("=")[0] in words)
 
     def __str__(self) -> str:
         return f"iree-compile refuses a flag: {self.diagnostics} (given: {' '.join(self.flags)})"

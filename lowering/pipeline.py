@@ -8,7 +8,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -112,13 +112,20 @@ def compile_program(
             flow_asm = run_stage(LINALG_TO_FLOW, linalg_asm, options, toolchain, dump)
             vmfb = run_stage(FLOW_TO_VMFB, flow_asm, options, toolchain, dump)
         except StageError as error:
-            if i + 1 == len(flag_sets) or error.timed_out:
+            others = flag_sets[i + 1 :]
+            if not others or error.timed_out or _is_of_all(error, others):
                 raise
             number = f"{i + 1} of {len(flag_sets)}"
             log.info("%s: flag set %s failed: %s", program.name, number, error)
             continue
         return CompiledModule(vmfb, flag_set, torch_asm, required_features(flow_asm), refused=i)
     raise StageError(LINALG_TO_FLOW.name, f"target {target.name!r} lists no flag sets")
+
+
+def _is_of_all(error: StageError, flag_sets: Sequence[FlagSet]) -> bool:
+    """Say whether a flag is refused that all of these sets have, too: the user's, for one."""
+    named = error.named if isinstance(error, FlagError) else ()
+    return any(all(flag in flags for flags in flag_sets) for flag in named)
 
 
 def rewritten(program: Program, target: CompileTarget) -> dict[str, fx.GraphModule]:

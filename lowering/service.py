@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import re
 import threading
 import weakref
 from collections.abc import Iterator
@@ -15,10 +16,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from lowering.cpu import CPU_FLAG
 from lowering.errors import CancelledError, FlagError, StageError, WorkerStartError
 from lowering.stages import CompileOptions
+from lowering.worker import OUT_OF_MEMORY
 from lowering.worker_process import WorkerCrashError, WorkerProcess, WorkerTimeoutError
 
+_CPUS = re.compile(r"^Unknown CPU for .*\nList of accepted CPUs: (.*)", re.MULTILINE)
 _STARTS = 3  # so often a worker may end before it is ready, until there is no more trying
 
 
@@ -51,6 +55,14 @@ class Fault:
     stage: str
     kind: str
     op: str
+
+
+def _with_limit(text: str, limits: Limits) -> str:
+    """Add which option there is where memory may have run out: native code aborts then."""
+    first, *rest = text.splitlines() or [""]
+    if first == OUT_OF_MEMORY or first.endswith("SIGABRT"):
+        first += f"; it may use {limits.memory_bytes} bytes (option compile_memory_limit_bytes)"
+    return "\n".join([first, *rest])
 
 
 class CompileService:
@@ -111,6 +123,7 @@ class CompileService:
 
         Raises:
             CancelledError: the service was closed meanwhile, or `cancelled` is set.
+            FlagError: the compiler does not take a flag, or knows no such CPU.
             StageError: the stage failed, or the worker crashed, hung or ran out of memory.
             WorkerStartError: no worker comes up.
         """
@@ -122,13 +135,19 @@ class CompileService:
         }
         try:
             reply, product = self._ask(head, text.encode(), limits.time_s, cancelled)
+        except WorkerTimeoutError as error:
+            text = f"{error} (option compile_time_limit_s)"
+            raise StageError(stage, text, timed_out=True) from error
         except WorkerCrashError as error:
-            timed_out = isinstance(error, WorkerTimeoutError)
-            raise StageError(stage, str(error), timed_out=timed_out) from error
+            if accepted := _CPUS.search(str(error)):
+                asked = [flag for flag in options.flags if flag.startswith(CPU_FLAG)]
+                text = f"{' '.join(asked)}: there is no such CPU. There are: {accepted[1]}"
+                raise FlagError(stage, text, options.flags) from error
+            raise StageError(stage, _with_limit(str(error), limits)) from error
         if "flags" in reply:
             raise FlagError(stage, reply["error"], reply["flags"])
         if "error" in reply:
-            raise StageError(stage, reply["error"])
+            raise StageError(stage, _with_limit(reply["error"], limits))
         return product
 
     def _ask(

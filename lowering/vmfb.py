@@ -61,6 +61,8 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         ArtifactError: as `unpack`, but for the checksum of the module.
     """
+    if path.is_file() and not zipfile.is_zipfile(path):
+        raise ArtifactError(path, "it is no artifact of `npu-iree compile`, or a part of one")
     with open_archive(path, _LIMITS) as archive:
         if MEMBER not in archive.names():
             raise ArtifactError(

@@ -32,6 +32,7 @@ STAGES = {
     "flow-to-vmfb": ("lowering.stages.flow_to_vmfb", "FLOW_TO_VMFB"),
     "torch-to-dispatches": ("lowering.stages.torch_to_dispatches", "TORCH_TO_DISPATCHES"),
 }
+OUT_OF_MEMORY = "it ran out of memory"
 _LENGTHS = struct.Struct(">QQ")
 
 
@@ -95,7 +96,7 @@ def _serve(head: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
         product = stage.run(body.decode(), options)
         problem = stage.verify(product)
     except MemoryError:
-        return {"error": "it ran out of memory"}, b""
+        return {"error": OUT_OF_MEMORY}, b""
     except FlagError as error:
         return {"error": error.diagnostics, "flags": error.flags}, b""
     except Exception as error:

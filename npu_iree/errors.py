@@ -8,6 +8,7 @@ from lowering.capabilities import CapabilityError
 from lowering.errors import (
     ArtifactError,
     ExportError,
+    FlagError,
     HostOp,
     InternalError,
     NotCompiledError,
@@ -27,7 +28,9 @@ __all__ = [
     "DeviceError",
     "DeviceTimeoutError",
     "DonatedTensorError",
+    "EagerOnlyError",
     "ExportError",
+    "FlagError",
     "HostCopyError",
     "HostOp",
     "IndexOutOfRangeError",

@@ -16,6 +16,14 @@ VERIFIED = {
 }
 
 
+def found_version(package: str) -> str:
+    """Return which version of a package is installed, or that none is."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
 @cache
 def check_versions(*packages: str) -> None:
     """Compare the installed packages with the verified set.
@@ -28,10 +36,7 @@ def check_versions(*packages: str) -> None:
     """
     wrong = []
     for package in packages:
-        try:
-            found = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found = "not installed"
+        found = found_version(package)
         if not f"{found}.".startswith((f"{VERIFIED[package]}.", f"{VERIFIED[package]}+")):
             wrong.append(f"{package}: verified {VERIFIED[package]}, found {found}")
     if wrong:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import platform
 import signal
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from npu_iree import settings
+from lowering.cpu import cpu_name
+from npu_iree import __version__, settings
 from npu_iree.cli import artifacts, cache, capabilities, conformance
 from npu_iree.cli.compile import compile_command
 from npu_iree.cli.exits import TOLD, exit_code
 from npu_iree.cli.prebuild import prebuild_command
 from npu_iree.cli.profile import profile_command
-from npu_iree.targets import targets
+from npu_iree.targets import find_target, targets
+from npu_iree.versions import VERIFIED, found_version
 
 app = typer.Typer(
     no_args_is_help=True, help="PyTorch on an NPU: compile models, run them, prove a target."
@@ -32,6 +35,33 @@ app.add_typer(cache.app, name="cache")
 app.add_typer(capabilities.app, name="capabilities")
 app.add_typer(conformance.app, name="conformance")
 console = Console()
+
+
+def _print_version(is_asked: bool) -> None:
+    if not is_asked:
+        return
+    console.print(f"npu-iree {__version__}", highlight=False)
+    for package, verified in VERIFIED.items():
+        found = found_version(package)
+        console.print(f"{package} {found} (verified: {verified})", highlight=False)
+    console.print(f"Python {platform.python_version()}, {platform.platform()}", highlight=False)
+    console.print(cpu_name(), highlight=False, soft_wrap=True)
+    raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="show what is installed, and the CPU; a report of a failure needs it",
+        ),
+    ] = False,
+) -> None:
+    """Take the options that go before a command."""
 
 
 @app.command("targets")
@@ -61,6 +91,7 @@ def demo(
     """Compile a small transformer with one op sent to the host, and show what ran where."""
     from npu_iree.cli.demo import run_demo
 
+    find_target(target)
     run_demo(console, target, layers)
 
 

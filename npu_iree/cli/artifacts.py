@@ -15,7 +15,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from lowering.cache import opened_atomically
 from lowering.dtypes import DTYPES
@@ -34,6 +34,7 @@ from npu_iree.cli.inputs import (
     make_arguments,
     open_entry,
 )
+from npu_iree.cli.outputs import refuse_unwritable
 from npu_iree.errors import NpuIreeError
 from npu_iree.offline.entry import LoadedEntry
 from npu_iree.offline.load import read_artifact
@@ -57,6 +58,9 @@ def run_command(
     """Run an artifact on inputs from files, and write or show its results."""
     times = []
     with telling_errors(console, as_json_=as_json_):
+        if output is not None:
+            is_file = output.suffix == ".npz"
+            refuse_unwritable(output if is_file else output / "output0.npy")
         function = open_entry(artifact, entry, target, params)
         arguments = make_arguments(function, inputs, sizes)
         for _ in range(repeat):
@@ -88,7 +92,7 @@ def inspect_command(artifact: Artifact, as_json_: AsJson = False) -> None:
         return
     for name, call in manifest.entries.items():
         console.print(_signature(name, call))
-    table = Table("what", "value", show_header=False)
+    table = Table("what", Column("value", overflow="fold"), show_header=False)
     for what, value in facts.items():
         table.add_row(what, escape(str(value)))
     console.print(table)
@@ -201,7 +205,8 @@ def _dispatches(module: bytes) -> int:
 
 
 def _signature(name: str, call: Call) -> Table:
-    table = Table("", "name", "what", title=escape(f"entry point {name}"), title_justify="left")
+    columns = (Column(title, overflow="fold") for title in ("", "name", "what"))
+    table = Table(*columns, title=escape(f"entry point {name}"), title_justify="left")
     for argument in call.arguments:
         spec = argument.spec if argument.spec is not None else f"always {argument.value!r}"
         table.add_row("input", escape(argument.name), escape(str(spec)))

@@ -21,6 +21,7 @@ from lowering.denials import DenialRecord
 from lowering.pipeline import Toolchain, compile_source
 from lowering.service import CompileService
 from lowering.tuning import TuningRecord
+from npu_iree.cli.outputs import is_writable, refuse_unwritable
 from npu_iree.errors import NpuIreeError, StageError
 from npu_iree.settings import Settings
 
@@ -52,7 +53,9 @@ def info() -> None:
     cache = _cache()
     sizes = [path.stat().st_size for path, _ in cache.entries()]
     table = Table("what", "value")
-    table.add_row("folder", escape(str(cache.folder)))
+    is_kept = is_writable(cache.folder / "entry")
+    note = "" if is_kept else " (cannot be written: nothing is kept)"
+    table.add_row("folder", escape(f"{cache.folder}{note}"))
     table.add_row("entries", str(len(sizes)))
     table.add_row("bytes", f"{sum(sizes)} of at most {cache.limit_bytes}")
     table.add_row("denials", str(len(_denials().read())))
@@ -139,9 +142,11 @@ def clear() -> None:
 @app.command("export")
 def export_entries(file: Path) -> None:
     """Write all entries and denials into one zip file."""
+    refuse_unwritable(file)
     cache, denials = _cache(), _denials()
     entries = list(cache.entries())
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         with (
             opened_atomically(file) as whole,
             zipfile.ZipFile(whole, "w", strict_timestamps=False) as archive,
@@ -157,7 +162,11 @@ def export_entries(file: Path) -> None:
 
 @app.command("import")
 def import_entries(file: Path) -> None:
-    """Take over the entries and denials of a zip file; what is damaged is left out."""
+    """Take over the entries and denials of a zip file; what is damaged is left out.
+
+    Entries are machine code, which runs here: take over only those of people whose programs you
+    would run.
+    """
     cache, taken = _cache(), 0
     with open_archive(file, _LIMITS) as archive:
         for name in archive.names():

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from lowering.capabilities import Capabilities, Limit, load_capabilities
 from lowering.dtypes import DTYPES
@@ -183,7 +183,7 @@ def _load(name: str) -> Capabilities:
 
 
 def _print(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(*head)
+    table = Table(*(Column(title, overflow="fold") for title in head))
     for row in rows:
         table.add_row(*map(escape, row))
     console.print(table)

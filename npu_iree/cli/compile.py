@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from npu_iree.cli.exits import HELP, telling_errors
 from npu_iree.cli.progress import stage_progress
@@ -79,7 +79,9 @@ Bundle = Annotated[bool, typer.Option("--bundle", help="write a bundle for torch
 Imports = Annotated[
     list[str],
     typer.Option(
-        "--import", metavar="MODULE", help="import it first; for types that a .pt2 file holds"
+        "--import",
+        metavar="MODULE",
+        help="import it first: for kernels that it registers, and for types that a .pt2 file holds",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result, or the error, as JSON")]
@@ -144,7 +146,7 @@ compile_command.__doc__ = f"{compile_command.__doc__}\n\n{HELP}"
 
 
 def _print(made: dict[str, Any]) -> None:
-    table = Table("what", "value", show_header=False)
+    table = Table("what", Column("value", overflow="fold"), show_header=False)
     for name, value in made.items():
         if name == "entries":
             for entry, row in value.items():

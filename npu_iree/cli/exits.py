@@ -11,8 +11,10 @@ from rich.console import Console
 from npu_iree.errors import (
     ArgumentError,
     ArtifactError,
+    CapabilityError,
     DeviceError,
     ExportError,
+    FlagError,
     NpuIreeError,
     OptionError,
     SourceError,
@@ -26,10 +28,12 @@ from npu_iree.errors import (
 # kind of failure -> exit code; 2 is also what a wrong command line ends with.
 EXIT_CODES: dict[type[NpuIreeError], int] = {
     OptionError: 2,
+    FlagError: 2,
     UnsupportedOpError: 3,
     StageError: 4,
     ArtifactError: 5,
     TargetError: 6,
+    CapabilityError: 6,
     SourceError: 7,
     ExportError: 7,
     VerificationError: 8,

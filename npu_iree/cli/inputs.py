@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ import typer
 from lowering.arithmetic import evaluate, names_in
 from lowering.dtypes import DTYPES
 from lowering.manifest import Argument, Call
-from lowering.signature import ScalarSpec
+from lowering.signature import ScalarSpec, TensorSpec
 from npu_iree.errors import ArgumentError, ArtifactError, OptionError
 from npu_iree.offline.entry import LoadedEntry
 from npu_iree.offline.load import LoadedProgram, load
@@ -33,10 +34,12 @@ Entry = Annotated[str | None, typer.Option(help="the entry point, if there are s
 Target = Annotated[str | None, typer.Option(help="run on another target with the same driver")]
 Params = Annotated[Path | None, typer.Option(help="another .safetensors or .irpa file to bind")]
 Sizes = Annotated[
-    list[str], typer.Option("--size", metavar="SYMBOL=N", help="a dynamic size, for @rand")
+    list[str],
+    typer.Option("--size", metavar="SYMBOL=N", help="a dynamic size, for @rand; or INPUT:DIM=N"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print it as JSON")]
 NONE: list[str] = []
+_SUFFIXES = (".np", ".safetensors")  # of .npz it is told that it cannot be read
 
 
 def open_entry(
@@ -56,7 +59,8 @@ def make_arguments(
 ) -> list[Any]:
     """Make the leaves of a call from `name=value` texts; `drawn`: what is not given is drawn."""
     given: dict[str, str] = dict(_pair(text, "--input") for text in inputs)
-    known = {name: _int(text, name) for name, text in (_pair(t, "--size") for t in sizes)}
+    pairs = (_pair(text, "--size") for text in sizes)
+    known = {_symbol(name, function.call): _int(text, name) for name, text in pairs}
     if unknown := [n for n in known if n not in function.call.symbols]:
         there = ", ".join(function.call.symbols) or "none"
         raise OptionError(f"no size {', '.join(unknown)}; there are: {there}")
@@ -93,12 +97,26 @@ def _value(
             return _size(argument.symbol, call, sizes)
         return _number(spec.dtype, text, argument.name)
     if text != "@rand":
-        return _read(argument.name, Path(text.removeprefix("@")))
+        path = Path(text.removeprefix("@"))
+        if not path.suffix.startswith(_SUFFIXES) and not os.path.exists(path):
+            raise ArgumentError(
+                f"{argument.name} is a tensor ({spec}): give FILE.npy, FILE.safetensors or @rand, "
+                f"not {text!r}"
+            )
+        return _read(argument.name, path)
     shape = [size if isinstance(size, int) else _size(size, call, sizes) for size in spec.shape]
     dtype = DTYPES[spec.dtype]
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
     return torch.randint(0, 2, shape, generator=generator).to(dtype)
+
+
+def _symbol(name: str, call: Call) -> str:
+    """Return the symbol of a size that may be named as an input's dimension, as `x:0`."""
+    place, _, dim = name.partition(":")
+    shapes = {a.name: a.spec.shape for a in call.arguments if isinstance(a.spec, TensorSpec)}
+    shape = shapes.get(place, ())
+    return str(shape[int(dim)]) if dim.isdecimal() and int(dim) < len(shape) else name
 
 
 def _size(symbol: str, call: Call, sizes: dict[str, int]) -> int:

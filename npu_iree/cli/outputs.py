@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from lowering.cache import is_written_through, write_atomically
@@ -16,10 +17,22 @@ def refuse_unwritable(*paths: Path | None) -> None:
         OptionError: one cannot.
     """
     for path in filter(None, paths):
-        folder = next(p for p in path.absolute().parents if p.exists())
-        asked = path if is_written_through(path) else folder
-        if path.is_dir() or not (asked is path or folder.is_dir()) or not os.access(asked, os.W_OK):
+        if not is_writable(path):
             raise OptionError(f"{path} cannot be written: it is no file in a folder of yours")
+
+
+def is_writable(path: Path) -> bool:
+    """Say whether a file, and the folders above it, can be written; nothing is left of the try."""
+    if path.is_dir():
+        return False
+    if is_written_through(path):
+        return os.access(path, os.W_OK)
+    folder = next(p for p in path.absolute().parents if p.exists())
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def write_text(path: Path, text: str) -> None:

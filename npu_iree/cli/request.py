@@ -8,7 +8,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from npu_iree.cli.outputs import refuse_unwritable
 from npu_iree.errors import OptionError
+from npu_iree.targets import find_target
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -78,10 +80,13 @@ class CompileRequest:
         """Refuse options that would have no effect or do harm, before anything is compiled.
 
         Raises:
-            OptionError: there are such options, or there is no such stage.
+            OptionError: there are such options, or there is no such stage, or nothing can be
+                written there.
+            TargetError: there is no such target.
         """
         from lowering.pipeline import STAGES
 
+        find_target(self.target)
         stages = [s.name for s in STAGES]
         if self.stop_after is not None and self.stop_after not in stages:
             raise OptionError(f"no stage {self.stop_after!r}; there are: {', '.join(stages)}")
@@ -96,6 +101,7 @@ class CompileRequest:
                     f"--output {self.output} is what is to be compiled: give it another name, "
                     "e.g. model.vmfb"
                 )
+        refuse_unwritable(self.output)
         made = {
             "a bundle": self.bundle,
             "a stage's product": self.stop_after is not None,

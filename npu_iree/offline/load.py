@@ -147,13 +147,16 @@ class LoadedProgram:
 
     def __getitem__(self, name: str) -> LoadedEntry:
         if name not in self.entries:
-            raise ArgumentError(f"{self.path} has no entry point {name!r}: {self._names()}")
+            raise ArgumentError(
+                f"{self.path} has no entry point {name!r}; there are: {self._names()}"
+            )
         return self.entries[name]
 
     def __getattr__(self, name: str) -> LoadedEntry:
         entries = self.__dict__.get("entries", {})
         if name not in entries:
-            raise AttributeError(f"a loaded program has no {name!r}")
+            there = ", ".join(entries) or "none"
+            raise AttributeError(f"a loaded program has no {name!r}; its entry points are: {there}")
         found: LoadedEntry = entries[name]
         return found
 

@@ -248,8 +248,10 @@ def _dynamic_shapes(example: Example, dynamic: Sequence[str]) -> dict[str, Any] 
         dim, value = int(match["dim"]), names[match["input"]]
         if not isinstance(value, torch.Tensor) or dim >= value.dim():
             raise OptionError(f"--dynamic {text}: {match['input']} has no dimension {dim}")
-        low, high = match["low"], match["high"]
-        hint = Dim.DYNAMIC(min=int(low) if low else None, max=int(high) if high else None)
+        low, high = (int(size) if size else None for size in (match["low"], match["high"]))
+        if low is not None and high is not None and low > high:
+            raise OptionError(f"--dynamic {text}: {low} is more than {high}")
+        hint = Dim.DYNAMIC(min=low, max=high)
         shapes[match["input"]] = {**(shapes[match["input"]] or {}), dim: hint}
     return shapes
 

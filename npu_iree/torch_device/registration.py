@@ -10,7 +10,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from lowering.decompositions import rnn
 from npu_iree.device import open_device
-from npu_iree.errors import NpuIreeError
+from npu_iree.errors import NpuIreeError, TargetError
 from npu_iree.targets import Target
 from npu_iree.torch_device import module
 from npu_iree.torch_device.autocast import register_autocast
@@ -40,9 +40,11 @@ def register_device(target: Target | str = "npu-local") -> torch.device:
     Raises:
         NpuIreeError: another package has registered a device of its own (PyTorch has room for
             one), or "npu" is already registered for another target.
-        TargetError: the target has no device here.
+        TargetError: there is no such target, or it has no device here.
     """
     check_versions("torch", "iree-base-runtime")
+    if target == NAME:
+        raise TargetError(f"{NAME!r} is the device's name; register_device takes a target's")
     opened = open_device(target)
     if CURRENT.device is not None:
         if CURRENT.device is not opened:

@@ -248,8 +248,9 @@ def test_import_says_that_a_denial_record_is_damaged(
 
 
 def test_export_says_where_it_cannot_write(call: Cli, folder: Path, tmp_path: Path) -> None:
-    file = tmp_path / "no folder" / "cache.zip"
-    assert str(file) in complaint(call(folder, "export", str(file))).replace("\n", "")
+    (tmp_path / "taken").touch()
+    file = tmp_path / "taken" / "cache.zip"
+    assert str(file) in complaint(call(folder, "export", str(file)), 2).replace("\n", "")
     assert call(folder, "verify", "--sample", "-1").code == 2
 
 
@@ -298,6 +299,7 @@ def test_a_cache_that_is_not_there_is_empty(call: Cli, tmp_path: Path) -> None:
     for command in ("ls", "info", "verify", "prune", "clear", "denials"):
         said(call(tmp_path / "none", command))
     assert not (tmp_path / "none").exists()
+    assert "nothing is kept" in said(call(Path("/proc/none"), "info")).replace("\n", " ")
 
 
 @pytest.mark.parametrize("command", ["ls", "info", "prune", "denials"])

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import npu_iree
 from command import Ended, invoke
+from npu_iree.versions import VERIFIED
 
 Command = Callable[..., Ended]
 COMMAND = str(Path(sys.executable).parent / "npu-iree")
@@ -36,7 +38,7 @@ def test_demo_tells_of_copies_to_a_memory_of_its_own() -> None:
 
 def test_an_unknown_target_is_one_clear_line(command: Command) -> None:
     done = command("demo", "--target", "npu-locl")
-    assert done.code == 2
+    assert done.code == 6
     assert "Did you mean 'npu-local'?" in done.err
     assert "Traceback" not in done.err
 
@@ -46,6 +48,9 @@ def test_targets_and_settings_are_listed(command: Command) -> None:
     assert targets.code == 0
     assert all(name in targets.out for name in ("npu-local", "npu-virtual", "cuda"))
     assert "NPU_IREE_DUMP" in command("settings").out
+    told = run(sys.executable, "-m", "npu_iree", "--version").stdout
+    assert told.startswith(f"npu-iree {npu_iree.__version__}\n")
+    assert all(f"\n{package} " in told for package in VERIFIED)
 
 
 SCRIPT = """

@@ -39,6 +39,10 @@ for _ in range(2):
     except npu_iree.NpuIreeError as error:
         print(error)
 assert not hasattr(torch, "npu")
+try:
+    npu_iree.register_device("npu")
+except npu_iree.TargetError as error:
+    assert "is the device's name; register_device takes a target's" in str(error)
 """
 
 

@@ -367,6 +367,8 @@ def test_a_model_with_states_says_which(cache: LoadedProgram) -> None:
         cache(torch.ones(1, 4))
     with pytest.raises(npu_iree.ArgumentError, match="no entry point 'stop'"):
         cache["stop"]
+    with pytest.raises(AttributeError, match="no 'stop'; its entry points are: step, peek"):
+        _ = cache.stop
     assert "npu_iree" in inspect.getmodule(type(cache.step)).__name__
 
 

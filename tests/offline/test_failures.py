@@ -183,6 +183,7 @@ def test_a_bad_source_is_told(
         (("--dynamic", "x"), "--dynamic is input:dim or input:dim=min..max"),
         (("--dynamic", "y:0"), "there are the inputs x"),
         (("--dynamic", "x:7"), "x has no dimension 7"),
+        (("--dynamic", "x:0=9..2"), "--dynamic x:0=9..2: 9 is more than 2"),
         (("--import", "no.such"), "cannot import no.such"),
     ],
 )
@@ -208,6 +209,7 @@ def test_the_sizes_of_an_exported_program_stay(command: Command, tmp_path: Path)
         (("--stop-after", "aten-to-torch", "--verify"), "a stage's product has no --verify"),
         (("--bundle", "--cpu", "x86-64-v3"), "a bundle has no --cpu"),
         (("b=again", "--params", "nowhere"), "nowhere"),
+        (("-o", "/dev/null/x.vmfb"), "/dev/null/x.vmfb cannot be written"),
     ],
 )
 def test_a_useless_option_is_refused(
@@ -382,9 +384,9 @@ def test_an_unknown_target_is_told(
     command: Command, sources: Path, tmp_path: Path, net: Path
 ) -> None:
     made = ("compile", f"{sources}:small", "-o", tmp_path / "x.vmfb")
-    for code, verb in ((2, made), (6, ("run", net))):
-        done = command(*verb, "--target", "npu-locl")
-        assert done.code == code
+    for verb in (made, ("run", net), ("capabilities", "show", "npu-locl")):
+        done = command(*verb, *(("--target", "npu-locl") if verb[0] != "capabilities" else ()))
+        assert done.code == 6
         assert "Did you mean 'npu-local'?" in done.err
     with pytest.raises(TargetError):
         npu_iree.load(net, "npu-locl")
@@ -403,15 +405,18 @@ def test_an_unknown_target_is_told(
         (("--input", "x=wrong.npy"), 9, "x is f64, and was compiled for f32"),
         (("--input", "x=objects.npy"), 9, "cannot read input x"),
         (("--input", "x=empty.npy"), 9, "cannot read input x from empty.npy"),
+        (("--input", "x=3"), 9, "f32): give FILE.npy, FILE.safetensors or @rand, not '3'"),
         (("--input", "x=several.npz"), 9, "cannot read input x from several.npz"),
         (("--input", f"x={'n' * 300}.npy"), 9, "File name too long"),
         (("--input", "x=@rand", "--params", f"{'n' * 300}.irpa"), 5, "File name too long"),
         (("--input", "x=@rand", "--size", "s=1"), 2, "no size s; there are: NAME"),
         (("--input", "x=@rand", "--size", "NAME=99"), 9, "dimension 0 of x is 99"),
         (("--input", "x=@rand", "--size", "NAME=-1"), 2, "NAME is a size"),
-        (("--input", "x=@rand", "--entry", "other"), 9, "no entry point 'other'"),
+        (("--input", "x=@rand", "--size", "x:0=99"), 9, "dimension 0 of x is 99"),
+        (("--input", "x=@rand", "--size", "x:9=1"), 2, "no size x:9; there are: NAME"),
+        (("--input", "x=@rand", "--entry", "other"), 9, "no entry point 'other'; there are: main"),
         (("--input", "x=@rand", "--params", "nowhere.irpa"), 5, "nowhere.irpa"),
-        (("--input", "x=@rand", "--output", "wrong.npy/x"), 1, "cannot write to"),
+        (("--input", "x=@rand", "--output", "wrong.npy/x"), 2, "cannot be written"),
     ],
 )
 def test_bad_inputs_are_told(
@@ -446,6 +451,7 @@ def test_what_is_no_artifact_is_told(command: Command, tmp_path: Path) -> None:
             done = command(verb, tmp_path / name)
             assert (done.code, done.out) == (5, "")
             assert name in done.err
+    assert "it is no artifact of `npu-iree compile`" in command("run", tmp_path / "x.vmfb").err
 
 
 def test_nothing_is_left_of_an_artifact_that_cannot_be_written(tmp_path: Path) -> None:
