@@ -29,6 +29,7 @@ from lowering.eager import (
     trace,
 )
 from lowering.effort import Effort
+from lowering.errors import HostOp
 from lowering.expressions import Sizes, expression_of, value_of
 from lowering.heal import refuses_everything
 from lowering.region import Region
@@ -243,7 +244,7 @@ def make_kernel(
     compiler = compiler_for(Options(target=target.name), folder, counts)
     host_ops = [] if is_ours else graph.host_ops(compiler.capabilities)
     if host_ops:
-        raise NoKernelError(f"{host_ops[0].op}: {host_ops[0].reason}")
+        raise NoKernelError(_why(host_ops[0], name))
     region = graph.region(re.sub(r"\W+", "_", name), is_checked=not is_ours)
     if region is None:
         raise NoKernelError("it computes nothing")
@@ -254,6 +255,12 @@ def make_kernel(
     artifact = Artifact(name, entry.vmfb, {ENTRY: EntryPoint(region.signature)}, entry.flags)
     executable = Executable(device(), artifact)
     return Kernel(graph, region, executable.functions[ENTRY])
+
+
+def _why(host_op: HostOp, name: str) -> str:
+    """Say why a call is not for the device; of which op, where it is another one of its trace."""
+    packets = {op.rpartition(".")[0] for op in (host_op.op, name)}
+    return host_op.reason if len(packets) == 1 else f"{host_op.op}: {host_op.reason}"
 
 
 def _entry(compiler: Compiler, region: Region, name: str) -> Entry:

@@ -390,6 +390,8 @@ def test_an_unknown_target_is_told(
         assert "Did you mean 'npu-local'?" in done.err
     with pytest.raises(TargetError):
         npu_iree.load(net, "npu-locl")
+    (tmp_path / "table.toml").write_text("ops = 3")
+    assert command("capabilities", "show", tmp_path / "table.toml").code == 6
 
 
 # Running.
