@@ -94,7 +94,9 @@ class _Trial(fx.Interpreter):
         if not isinstance(number, torch.SymInt):
             return int(number)
         node = number.node
-        return int(node.expr.xreplace({**node.shape_env.backed_var_to_val, **self._chosen}))
+        values = node.shape_env.backed_var_to_val.items()  # with expressions, if it was saved
+        examples = {size: value for size, value in values if size.is_Symbol}
+        return int(node.expr.xreplace({**examples, **self._chosen}))
 
 
 def _sizes_of(program: ExportedProgram) -> list[Any]:
