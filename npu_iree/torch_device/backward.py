@@ -10,23 +10,12 @@ streams, ledgers, budgets.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-
-class _Pass(threading.local):
-    refusal = ""
-
-
-_PASS = _Pass()
-
-
-def refuse_pass(reason: str) -> None:
-    """Let the backward pass of this thread end in an error: PyTorch aborts if a node raises one."""
-    _PASS.refusal = reason
+from npu_iree.torch_device.guard import raise_what_is_aside
 
 
 def register_backward() -> None:
@@ -39,11 +28,13 @@ def register_backward() -> None:
 def _in_this_thread(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def run_here(*args: Any, **kwargs: Any) -> Any:
+        nothing_is_told: SystemError | None = None
         with torch.autograd.set_multithreading_enabled(False):
-            result = run(*args, **kwargs)
-        reason, _PASS.refusal = _PASS.refusal, ""
-        if reason:
-            raise RuntimeError(reason)
-        return result
+            try:
+                return run(*args, **kwargs)
+            except SystemError as error:  # of a call that fails and sets no error
+                nothing_is_told = error
+        raise_what_is_aside()
+        raise nothing_is_told
 
     return run_here

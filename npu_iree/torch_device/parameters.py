@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from npu_iree.torch_device.backward import refuse_pass
 from npu_iree.torch_device.current import is_on_npu
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -63,12 +62,11 @@ def _take_over(parameter: torch.nn.Parameter, new: Any) -> None:
         if (hooks := getattr(parameter, name)) is not None:
             setattr(parameter, name, hooks)
     if new.requires_grad and new._use_count() > 1:  # a graph has its node
-        new.grad = None  # or a pass that is refused would add to what somebody may hold
         get_gradient_edge(new).node.register_prehook(_refuse)
 
 
 def _refuse(_: object) -> None:
-    refuse_pass(
+    raise RuntimeError(
         "this backward pass would give a gradient to a parameter whose module has moved since: "
         "run the backward pass before the module moves, or compute the result again"
     )

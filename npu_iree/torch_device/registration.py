@@ -18,6 +18,7 @@ from npu_iree.torch_device.backward import register_backward
 from npu_iree.torch_device.current import CURRENT, NAME
 from npu_iree.torch_device.dynamo import register_dynamo
 from npu_iree.torch_device.forms import WHOLE
+from npu_iree.torch_device.guard import DeviceGuard
 from npu_iree.torch_device.methods import register_methods
 from npu_iree.torch_device.ops import EagerOp
 from npu_iree.torch_device.tensors import DIFFERENTIABLE, ON_CPU, OWN
@@ -60,7 +61,7 @@ def register_device(target: Target | str = "npu-local") -> torch.device:
             f"PyTorch has room for one device from outside, and {other!r} is there already; "
             "npu_iree's cannot be registered in this process"
         )
-    _setup_privateuseone_for_python_backend(NAME, module)
+    _setup_privateuseone_for_python_backend(NAME, module, device_guard=DeviceGuard())
     _register_ops()
     register_methods()
     register_backward()
