@@ -40,7 +40,10 @@ def start(*args: object, python: Path | None = None, **env: str) -> subprocess.P
 
 
 def end(process: subprocess.Popen[str]) -> Ended:
-    out, err = process.communicate(timeout=300)
+    try:
+        out, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
     return Ended(process.returncode, out, err)
 
 

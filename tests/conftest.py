@@ -6,6 +6,7 @@ import os
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
 
 os.environ["OMP_WAIT_POLICY"] = "passive"  # several processes share the CPUs: none spins
@@ -90,6 +91,13 @@ def counts() -> Counter[str]:
 def cold_counts(counts: Counter[str]) -> Counter[str]:
     """The counters, where what is compiled counts: `shared_cache` leaves such a test alone."""
     return counts
+
+
+@pytest.fixture
+def own_pool() -> Iterator[None]:
+    """End the server that forks a pool's workers: the next one has another environment."""
+    yield
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

@@ -62,7 +62,7 @@ def test_the_demo_prints_the_table_and_nothing_else(command: str, tmp_path: Path
         assert {f.name for f in (tmp_path / "dump/graph0/region0").iterdir()} >= {*DUMPED}
 
 
-@pytest.mark.usefixtures("as_a_reader")
+@pytest.mark.usefixtures("as_a_reader", "own_pool")
 @pytest.mark.parametrize("command", OTHERS)
 def test_a_command_runs(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -44,6 +44,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(args, capture_output=True, text=True)
 
 
+@pytest.mark.usefixtures("own_pool")
 def test_right_operators_pass_and_say_where_they_ran(tmp_path: Path, command: Command) -> None:
     files = {name: tmp_path / name for name in ("journal", "verdicts", "junit")}
     done = command(
@@ -209,6 +210,7 @@ def test_an_error_of_ours_is_one_and_an_error_of_eagers_is_none(
     assert outcome(monkeypatch, torch.relu, torch.ones(3)).outcome == "error"
 
 
+@pytest.mark.usefixtures("own_pool")
 def test_a_crash_and_a_hang_end_one_case_only() -> None:
     tasks = ["fine", "abort", "hang", "raise", "fine too"]
     answers = dict(run_all(fail, tasks, workers=2, limit_s=5, make_ready=make_ready))

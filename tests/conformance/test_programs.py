@@ -41,18 +41,19 @@ def judged_here(tried: Any, judge: Callable[..., Any], **_: Any) -> list[Any]:
     return [judge(one, progress=print) for one in tried]
 
 
-# Programs with gradients and with writes in place. The device "npu" is for a process of its own.
+@pytest.mark.usefixtures("own_pool")
 @pytest.mark.parametrize(
-    ("options", "runs"),
+    ("options", "seed", "runs"),
     [
-        (("--target", "npu-virtual", "--seed", 20, "--count", 2), judged_here),
-        (("--dynamic", "--seed", 19, "--count", 2), judged_here),
-        (("--device", "npu", "-j", 1, "--seed", 28, "--count", 2), run_cases),
+        (("--target", "npu-virtual"), 20, judged_here),
+        (("--dynamic",), 19, judged_here),
+        (("--device", "npu", "-j", 1), 28, run_cases),  # "npu" is for a process of its own
     ],
     ids=["--target", "--dynamic", "--device"],
 )
 def test_programs_give_the_numbers_of_eager(
     options: tuple[object, ...],
+    seed: int,
     runs: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -60,7 +61,8 @@ def test_programs_give_the_numbers_of_eager(
 ) -> None:
     monkeypatch.setattr("npu_iree.cli.conformance.run_cases", runs)
     verdicts = tmp_path / "verdicts"
-    programs = ("conformance", "programs", "--json", verdicts)
+    assert {draw_program(s).style for s in (seed, seed + 1)} == {"backward", "in place"}
+    programs = ("conformance", "programs", "--seed", seed, "--count", 2, "--json", verdicts)
     done = invoke(monkeypatch, capsys, *programs, *options)
     assert done.code == 0, done.out + done.err
     outcomes = [v.outcome for v in read_journal(verdicts).values()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 
 import npu_iree
 from npu_iree.device import Device
-from programs.launch import finish, start
+from once import folder_of_run, made_once
+from programs.launch import run
 
 
 @pytest.fixture(scope="session")
@@ -30,11 +32,16 @@ def _npu(kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def told_of_npu_virtual(kernel_cache: Path) -> dict[str, Any]:
+def told_of_npu_virtual(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `programs/npu_virtual.py` tells of a process whose "npu" has memory of its own."""
-    process = start("npu_virtual", NPU_IREE_CACHE=str(kernel_cache))
-    (told,) = finish(process, timeout_s=600)
-    return told
+    cache = folder_of_run(tmp_path_factory) / "cache"
+
+    def make(folder: Path) -> None:
+        told = run("npu_virtual", NPU_IREE_CACHE=str(cache))
+        (folder / "told.json").write_text(json.dumps(told))
+
+    told = made_once(tmp_path_factory, "npu-virtual", make) / "told.json"
+    return dict(json.loads(told.read_text()))
 
 
 @pytest.fixture

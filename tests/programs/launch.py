@@ -46,8 +46,11 @@ def release(processes: Sequence[subprocess.Popen[str]]) -> None:
 
 
 def finish(process: subprocess.Popen[str], timeout_s: float = 300.0) -> list[dict[str, Any]]:
-    """Wait for a program; return its answers. It must end well."""
-    out, err = process.communicate(timeout=timeout_s)
+    """Wait for a program; return its answers. It must end well, and in time."""
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    finally:
+        process.kill()
     assert process.returncode == 0, err
     return [json.loads(line) for line in out.splitlines()]
 
