@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,6 @@ from command import Ended, invoke
 from npu_iree.versions import VERIFIED
 
 Command = Callable[..., Ended]
-COMMAND = str(Path(sys.executable).parent / "npu-iree")
 
 
 @pytest.fixture
@@ -29,11 +27,10 @@ def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.sweep
-def test_demo_tells_of_copies_to_a_memory_of_its_own() -> None:
-    done = run(COMMAND, "demo", "--target", "npu-virtual", "--layers", "1")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "staged" in done.stdout
+def test_demo_tells_of_copies_to_a_memory_of_its_own(command: Command) -> None:
+    done = command("demo", "--target", "npu-virtual", "--layers", 1)
+    assert (done.code, done.err) == (0, "")
+    assert "staged" in done.out
 
 
 def test_an_unknown_target_is_one_clear_line(command: Command) -> None:

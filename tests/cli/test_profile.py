@@ -46,7 +46,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     """The command line in this process; it does not measure the machine again."""
     rates = {"matmul_gflops": 100.0, "read_gb_per_s": 10.0}
     monkeypatch.setattr("npu_iree.profiling.measure.machine_rates", lambda: rates)
-    monkeypatch.setattr("npu_iree.cli.profile.console.width", 140)
+    monkeypatch.setattr("npu_iree.cli.profile.console._width", 140)
     return lambda *args: invoke(monkeypatch, capsys, *args)
 
 
