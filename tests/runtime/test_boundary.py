@@ -25,11 +25,11 @@ pytestmark = pytest.mark.usefixtures("shared_cache")
 Make = Callable[[], tuple[Any, ...]]
 
 DTYPES = [
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.int32,
+    torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.int32,
     torch.int64, torch.uint8, torch.bool, torch.complex64,
 ]  # fmt: skip
-FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-INTS = [torch.int8, torch.int32, torch.int64, torch.uint8]
+FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+INTS = [torch.int64, torch.int32, torch.int8, torch.uint8]
 
 
 def data(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -260,6 +260,7 @@ def test_large_tensors_pass(target: str, counts: Counter[str]) -> None:
         pytest.param(False, "npu-local", marks=pytest.mark.sweep),
         pytest.param(True, "npu-local", marks=pytest.mark.sweep),
         pytest.param(None, "npu-virtual", marks=pytest.mark.sweep),
+        pytest.param(False, "npu-virtual", marks=pytest.mark.sweep),
     ],
 )
 def test_python_scalars_may_change_between_calls(dynamic: bool | None, target: str) -> None:
@@ -273,6 +274,7 @@ def test_python_scalars_may_change_between_calls(dynamic: bool | None, target: s
         (3, 1e-3, True),
         (0, -0.0, False),
         (-7, 1e30, True),
+        (1, 0.7, False),
     ]:
         args = data(3, 4), n, f, flag
         assert_same(compiled(*args), function(*args))
@@ -283,12 +285,13 @@ def test_a_function_of_numbers_alone_passes(any_target: str) -> None:
         lambda n: (torch.arange(n) * 2 + 1, torch.full((2,), n) + 1, n), backend="npu_iree",
         options={"target": any_target}, dynamic=True,
     )  # fmt: skip
-    for n in (3, 5, 0):
+    for n in (3, 5, 0, 1):
         assert_same(compiled(n), (torch.arange(n) * 2 + 1, torch.full((2,), n) + 1, n))
 
 
 @pytest.mark.parametrize(
-    "sizes", [[(4, 3), (7, 5), (1, 5), (2, 0)], [(0, 2), (3, 2), (4, 1)], [(1, 1), (5, 6)]]
+    "sizes",
+    [[(4, 3), (7, 5), (1, 5), (4, 1), (0, 3), (2, 0)], [(0, 2), (3, 2), (4, 1)], [(1, 1), (5, 6)]],
 )
 def test_symbolic_sizes_change_between_calls(
     sizes: list[tuple[int, int]], target: str, counts: Counter[str]

@@ -62,7 +62,15 @@ OPS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], list[int], list[int]]] 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("dynamic", "target"),
+    [
+        (False, "npu-local"),
+        (True, "npu-virtual"),
+        pytest.param(True, "npu-local", marks=pytest.mark.sweep),
+        pytest.param(False, "npu-virtual", marks=pytest.mark.sweep),
+    ],
+)
 def test_out_of_range_is_eagers_error(dynamic: bool, target: str) -> None:
     """In one graph, where each op has an index of its own, and with it a check."""
 

@@ -39,7 +39,7 @@ OF_FLOATS: dict[str, Function] = {
     "logsumexp": lambda x, y, row, column: torch.logsumexp(x, -1) * 2,
     "kept": lambda x, y, row, column: (e := (x * y).sigmoid()) * e.sum(-1, True) + e.amax(-1, True),
 }
-SHAPES = [(5, 1), (3, 7), (4, 8), (33, 17), (2, 64), (16, 16), (3, 255), (2, 257), (1, 1000)]
+SHAPES = [(33, 17), (5, 1), (3, 7), (4, 8), (2, 64), (16, 16), (3, 255), (2, 257), (1, 1000)]
 SHAPES += [(7, 4100), (64, 5000)]
 REDUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "softmax": torch.softmax,
@@ -75,7 +75,7 @@ def test_rows_of_floats(dtype: torch.dtype, shape: tuple[int, int], counts: Coun
     assert counts["refused_flags"] == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_of_integers(shape: tuple[int, int], dtype: torch.dtype, counts: Counter[str]) -> None:
     check_all(OF_NUMBERS, *matrices(*shape, dtype))

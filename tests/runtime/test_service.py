@@ -44,7 +44,7 @@ STAGES = ("torch-to-linalg", "linalg-to-flow", "flow-to-vmfb")
 KINDS = ("abort", "segv", "kill", "hang", "memory", "error")
 LIMITS = {"compile_time_limit_s": 4.0, "compile_memory_limit_bytes": 2 << 30}
 OP = "aten.tanh.default"
-DEFAULT_RUN = [*zip(KINDS, (*STAGES, *STAGES), strict=True)]  # each kind once, each stage twice
+DEFAULT_RUN = [("hang", "flow-to-vmfb"), ("memory", "flow-to-vmfb")]  # others, below, by a worker
 MATRIX = [
     pytest.param(kind, stage, marks=[] if (kind, stage) in DEFAULT_RUN else [pytest.mark.sweep])
     for kind in KINDS

@@ -101,11 +101,10 @@ END_IS_NOT_READ: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 }
 
 
-NAMES = [*END_IS_NOT_READ]
-
-
 @pytest.mark.parametrize(
-    "names", [NAMES[:2], pytest.param(NAMES[2:], marks=pytest.mark.sweep)], ids=", ".join
+    "names",
+    [[*END_IS_NOT_READ][:2], pytest.param([*END_IS_NOT_READ][2:], marks=pytest.mark.sweep)],
+    ids=", ".join,
 )
 def test_a_convolution_that_does_not_read_the_end_of_its_input(
     names: list[str], cold_counts: Counter[str]
@@ -187,17 +186,19 @@ LAYERS: dict[str, dict[str, tuple[nn.Module, tuple[int, ...]]]] = {
         "layer norm": (nn.LayerNorm(8), (2, 4, 8)),
         "activations": (nn.Sequential(nn.GELU(), nn.SiLU(), nn.ELU(), nn.Softplus()), (4, 8)),
     },
-    "a pool": {"max pool": (nn.MaxPool2d(3, 2, 1), (2, 4, 8, 8))},
-    "other pools": {
+    "pools": {
+        "max pool": (nn.MaxPool2d(3, 2, 1), (2, 4, 8, 8)),
         "average pool over the end": (nn.AvgPool2d(3, 2, ceil_mode=True), (2, 4, 8, 8)),
+        "adaptive pool": (nn.AdaptiveAvgPool2d((1, 1)), (2, 4, 8, 8)),
+        "edges repeated": (nn.ReplicationPad2d((2, 1, 0, 3)), (2, 4, 5, 6)),
+    },
+    "other pools": {
         "average pool": (nn.AvgPool2d(2), (2, 4, 8, 8)),
         "average pool in 3 dimensions": (nn.AvgPool3d(2, 1, 1), (2, 3, 4, 4, 4)),
         "max pool in 3 dimensions": (nn.MaxPool3d(3, 2, 1), (2, 3, 4, 5, 6)),
-        "adaptive pool": (nn.AdaptiveAvgPool2d((1, 1)), (2, 4, 8, 8)),
         "adaptive pool of windows of two lengths": (nn.AdaptiveAvgPool2d((3, 5)), (2, 4, 8, 8)),
         "adaptive max pool": (nn.AdaptiveMaxPool2d((3, 4)), (2, 4, 8, 8)),
         "adaptive max pool in 3 dimensions": (nn.AdaptiveMaxPool3d((3, 2, 5)), (2, 3, 4, 4, 6)),
-        "edges repeated": (nn.ReplicationPad2d((2, 1, 0, 3)), (2, 4, 5, 6)),
     },
     "convolutions": {
         "in groups": (nn.Conv2d(4, 8, 3, groups=2, padding=1), (2, 4, 8, 8)),
@@ -212,7 +213,7 @@ LAYERS: dict[str, dict[str, tuple[nn.Module, tuple[int, ...]]]] = {
     "kind",
     [
         "norms",
-        "a pool",
+        "pools",
         pytest.param("other pools", marks=pytest.mark.sweep),
         pytest.param("convolutions", marks=pytest.mark.sweep),
     ],

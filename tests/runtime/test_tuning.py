@@ -20,7 +20,7 @@ from lowering.cache import ArtifactCache, Entry
 from lowering.program import Program
 from lowering.service import Fault
 from lowering.target import Candidate, CompileTarget
-from lowering.tuning import DEFAULT, Trial, Tuning, TuningRecord
+from lowering.tuning import DEFAULT, Trial, Tuning, TuningRecord, _winner
 from npu_iree import tuning
 from npu_iree.options import Options
 from npu_iree.runner import Runner
@@ -221,6 +221,15 @@ def test_a_second_process_does_not_tune_again(tmp_path: Path) -> None:
 def test_only_more_than_noise_wins(ratio: float, worst: float, problem: str, wins: bool) -> None:
     trial = Trial(name="x", flags=(), ratio=ratio, worst_ratio=worst, problem=problem)
     assert trial.wins(0.05) is wins
+
+
+def test_the_default_is_taken_where_all_others_have_a_problem() -> None:
+    fast = Trial(name="fast", flags=(), ratio=0.5, worst_ratio=0.5)
+    default = replace(fast, name=DEFAULT, ratio=1.0, worst_ratio=1.0)
+    rough = replace(fast, name="rough", problem="away from the default's")
+    fails = Trial(name="fails", flags=(), problem="option not found")
+    assert _winner([default, rough, fails], noise=0.02) == DEFAULT
+    assert _winner([default, rough, fails, fast], noise=0.02) == "fast"
 
 
 def test_the_fastest_candidate_is_taken(
