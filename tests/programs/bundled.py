@@ -103,7 +103,6 @@ MODELS: dict[str, tuple[Callable[[], Callable[..., Any]], Steps]] = {
     "training": (Plain, _train),
     "plain": (Plain, _infer(4)),
     "other-shape": (Plain, _infer(5)),
-    "other-dtype": (lambda: Plain().double(), lambda m: [m(_random(4, 8).double()).detach()]),
     "refused": (lambda: _mixed, _infer(4)),
 }
 
