@@ -166,7 +166,8 @@ class FlagError(StageError, ValueError):
     @property
     def named(self) -> tuple[str, ...]:
         """Those of the flags that the compiler's words name."""
-        words = {word.lstrip("-") for word in re.findall(r"[\w-]+", self.diagnostics)}
+        refused, _, _ = self.diagnostics.partition("Did you mean")
+        words = {word.lstrip("-") for word in re.findall(r"[\w-]+", refused)}
         return tuple(f for f in self.flags if f.lstrip("-").partition("=")[0] in words)
 
     def __str__(self) -> str:

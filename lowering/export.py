@@ -160,8 +160,14 @@ def functional(
         least_size: of sizes that PyTorch says are 2 or more.
 
     Raises:
-        ExportError: PyTorch cannot do that.
+        ExportError: PyTorch cannot do that, or what the program takes for granted of its sizes is
+            not known.
     """
+    if program._guards_code and program.example_inputs is None:
+        raise ExportError(
+            f"the program takes for granted that {' and '.join(program._guards_code)}, which "
+            "PyTorch tells only of a program with its example inputs: export and save it with them"
+        )
     with warnings.catch_warnings():  # PyTorch warns of what it does itself
         warnings.simplefilter("ignore", FutureWarning)
         try:
@@ -170,7 +176,7 @@ def functional(
             raise ExportError(
                 f"PyTorch cannot decompose it: {error} (do buffers that it writes to share memory?)"
             ) from error
-    found.range_constraints.update(tried_ranges(program, least_size))
+    found.range_constraints.update(tried_ranges(program, found, least_size))
     return found
 
 

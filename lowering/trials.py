@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from lowering.ranges import LEAST_TRACED, numbers_of
 _Sizes = Mapping[Any, int]
 
 
-def tried_ranges(program: ExportedProgram, least_size: int = LEAST_TRACED) -> dict[Any, Any]:
+def tried_ranges(
+    program: ExportedProgram, decomposed: ExportedProgram, least_size: int = LEAST_TRACED
+) -> dict[Any, Any]:
     """Return the ranges of an exported program's sizes, from the least that its graph is right for.
 
     Whoever says nothing of a size to `Dim`, or that 1 is the least, gets a graph of sizes of 2 and
@@ -26,30 +28,36 @@ def tried_ranges(program: ExportedProgram, least_size: int = LEAST_TRACED) -> di
     asked of sizes is not in it: so no size is tried that nobody asked for.
 
     Args:
-        program: as it was exported: what is decomposed asks for sizes no more.
+        program: as it was exported.
+        decomposed: the same, which may compute with what is not for smaller sizes: `1 / (size - 1)`
+            of `linspace`, say.
         least_size: what is asked for where PyTorch says 2; it cannot say less for `Dim.DYNAMIC`.
     """
-    ranges, least = program.range_constraints, dict[Any, int]()
+    programs, ranges, least = (program, decomposed), program.range_constraints, dict[Any, int]()
     for size in _sizes_of(program):
         known = ranges[size].lower
         asked = min(least_size, int(known)) if known <= LEAST_TRACED else LEAST_TRACED
         if asked < LEAST_TRACED:
-            least[size] = _least(program, size, max(0, asked))
+            least[size] = _least(programs, size, max(0, asked))
     together = [{s: max(n, low) for s, low in least.items()} for n in range(LEAST_TRACED)]
-    if len(least) > 1 and not all(_is_right(program, chosen) for chosen in together):
+    if len(least) > 1 and not all(_are_right(programs, chosen) for chosen in together):
         least = dict.fromkeys(least, LEAST_TRACED)
     return {size: ValueRanges(low, ranges[size].upper) for size, low in least.items()}
 
 
-def _least(program: ExportedProgram, size: Any, low: int) -> int:
+def _least(programs: Sequence[ExportedProgram], size: Any, low: int) -> int:
     least = LEAST_TRACED
-    while least > low and _is_right(program, {size: least - 1}):
+    while least > low and _are_right(programs, {size: least - 1}):
         least -= 1
     return least
 
 
+def _are_right(programs: Sequence[ExportedProgram], chosen: _Sizes) -> bool:
+    """Say whether graphs give, for these sizes, the shapes that they say they give."""
+    return all(_is_right(program, chosen) for program in programs)
+
+
 def _is_right(program: ExportedProgram, chosen: _Sizes) -> bool:
-    """Say whether a graph gives, for these sizes, the shapes that it says it gives."""
     trial = _Trial(program.graph_module, chosen)
     placeholders = program.graph.find_nodes(op="placeholder")
     try:

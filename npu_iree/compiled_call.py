@@ -34,6 +34,6 @@ def is_wrapper(code: CodeType) -> bool:
 
 def is_compiled_function(function: object) -> bool:
     """Say whether a function or module is what `torch.compile` made of another."""
-    return isinstance(function, eval_frame.OptimizedModule) or hasattr(
-        function, "_torchdynamo_orig_callable"
-    )
+    is_wrapper = hasattr(function, "_torchdynamo_orig_callable")
+    is_disabled = hasattr(function, "_torchdynamo_disable")
+    return isinstance(function, eval_frame.OptimizedModule) or (is_wrapper and not is_disabled)

@@ -18,6 +18,7 @@ from lowering.cache import write_atomically
 from lowering.compiler import Compiler
 from lowering.cpu import CPU_FLAG, THIS_CPU
 from lowering.errors import ArtifactError, ExportError
+from lowering.export import Export
 from lowering.manifest import Manifest
 from lowering.offline import (
     OfflineProgram,
@@ -37,6 +38,7 @@ from npu_iree.options import Options
 from npu_iree.toolchain import compiler_for
 from npu_iree.versions import check_versions
 
+Programs = ExportedProgram | Mapping[str, ExportedProgram]
 ParameterStore = Literal["irpa", "safetensors", "embed"]
 
 
@@ -101,7 +103,7 @@ class BuildOptions:
 
 
 def write_artifact(
-    programs: ExportedProgram | Mapping[str, ExportedProgram],
+    programs: Programs,
     path: str | os.PathLike[str],
     options: BuildOptions = BuildOptions(),
 ) -> Manifest:
@@ -125,17 +127,12 @@ def write_artifact(
             are of no such artifact.
     """
     options.check()
-    programs = _by_name(programs)
     path, compiler = Path(path), options.compiler
     if path.is_dir() or path.suffix == f".{options.params}":
         raise ArtifactError(path, "it cannot be written: call it something.vmfb")
     beside = path.with_suffix(f".{options.params}")
     _check_writable(path)
-    keep_ops = compiler.builder.target.keep_ops
-    exports = capture_exports(programs, keep_ops, options.least_size)
-    check_exports(
-        exports, options.target, compiler.capabilities, compiler.builder.toolchain.kernels
-    )
+    exports = _captured(programs, options)
     tensors = stored_tensors(exports)
     if options.params == "embed" and tensors:
         with tempfile.TemporaryDirectory(prefix="npu-iree-") as scratch:
@@ -159,17 +156,20 @@ def write_artifact(
     return manifest
 
 
-def _by_name(
-    programs: ExportedProgram | Mapping[str, ExportedProgram],
-) -> Mapping[str, ExportedProgram]:
-    found = programs if isinstance(programs, Mapping) else {ENTRY: programs}
-    for name, program in found.items():
+def _captured(programs: Programs, options: BuildOptions) -> list[Export]:
+    """Capture programs, of which the target runs every op."""
+    by_name = programs if isinstance(programs, Mapping) else {ENTRY: programs}
+    for name, program in by_name.items():
         if not isinstance(program, ExportedProgram):
             raise ExportError(
                 f"{name!r} is of {type(program).__name__}, not a torch.export.ExportedProgram: "
                 "torch.export.export(model, args) makes one"
             )
-    return found
+    compiler = options.compiler
+    exports = capture_exports(by_name, compiler.builder.target.keep_ops, options.least_size)
+    kernels = compiler.builder.toolchain.kernels
+    check_exports(exports, options.target, compiler.capabilities, kernels)
+    return exports
 
 
 def _check_replaced(artifact: Path, beside: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -226,7 +226,7 @@ def write_files(
 
 
 def write_stage(
-    programs: Mapping[str, ExportedProgram],
+    programs: Programs,
     path: str | os.PathLike[str],
     stage: str,
     options: BuildOptions = BuildOptions(),
@@ -237,11 +237,7 @@ def write_stage(
         ExportError, UnsupportedOpError, StageError, ArtifactError: as `write_artifact`.
     """
     compiler = options.compiler
-    keep_ops = compiler.builder.target.keep_ops
-    exports = capture_exports(programs, keep_ops, options.least_size)
-    check_exports(
-        exports, options.target, compiler.capabilities, compiler.builder.toolchain.kernels
-    )
+    exports = _captured(programs, options)
     regions = {export.name: export.region() for export in exports}
     builder = compiler.builder
     product = stop_after(stage, Program("main", regions), builder.target, builder.toolchain)

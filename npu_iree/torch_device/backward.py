@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from npu_iree.torch_device.guard import raise_what_is_aside
+from npu_iree.torch_device.guard import take_error
 
 
 def register_backward() -> None:
@@ -28,13 +28,16 @@ def register_backward() -> None:
 def _in_this_thread(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
     def run_here(*args: Any, **kwargs: Any) -> Any:
-        nothing_is_told: SystemError | None = None
+        take_error()
         with torch.autograd.set_multithreading_enabled(False):
             try:
                 return run(*args, **kwargs)
-            except SystemError as error:  # of a call that fails and sets no error
-                nothing_is_told = error
-        raise_what_is_aside()
-        raise nothing_is_told
+            except SystemError:  # of a call that fails and tells of no error
+                if (error := take_error()) is None:
+                    raise
+        try:
+            raise error
+        finally:
+            del error  # whose traceback has this frame, with all that the pass was given
 
     return run_here

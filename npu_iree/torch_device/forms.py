@@ -18,8 +18,10 @@ from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dty
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
-# An op of PyTorch's that refuses a number, the kinds of its other arguments, and their size.
-Probe = tuple[Callable[..., Any], tuple[torch.dtype | type, ...], int]
+# What an argument is like: a tensor of a dtype and a shape, or a number.
+Kind = tuple[torch.dtype, tuple[int, ...]] | type
+# An op of PyTorch's that refuses a number, and what its other arguments are like.
+Probe = tuple[Callable[..., Any], tuple[Kind, ...]]
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,16 @@ class Form:
     def probe(self, leaves: Sequence[Any], result: Any, index: int) -> Probe | None:
         """Return what refuses a leaf of a call, which is a number, as PyTorch does; or None."""
         if self.fits:  # of one element alone, PyTorch lets them overflow
-            return Tensor.fill_, (result.dtype,), min(2, math.prod(result.shape))
+            return Tensor.fill_, ((result.dtype, (min(2, math.prod(result.shape)),)),)
         if self.scales is None or index < self.scales[1]:
             return None
-        kinds = (t.dtype if isinstance(t, Tensor) else type(t) for t in leaves[:index])
-        return self.scales[0], tuple(kinds), 1
+        return self.scales[0], tuple(map(_kind, leaves[:index]))
+
+
+def _kind(leaf: Any) -> Kind:
+    if not isinstance(leaf, Tensor):
+        return type(leaf)
+    return leaf.dtype, (1,) if leaf.dim() else ()  # what has no dimension does not widen others
 
 
 def _form(

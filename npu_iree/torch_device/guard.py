@@ -3,8 +3,8 @@
 In a backward pass PyTorch makes the stream of each node's device current, and what was current
 again after it. For that it calls a guard that is written in Python, here even while an error goes
 by that a hook has raised. CPython takes no result of a call that is made so, and PyTorch takes no
-error there: it ends the process. So the guard sets the error aside, and whoever has started the
-pass raises it.
+error there: it ends the process. So the guard sets the error aside, and whoever has begun the pass
+raises it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Aside(threading.local):
     def __init__(self) -> None:
         self.parts = tuple(ctypes.c_void_p() for _ in range(3))
         self.places = tuple(map(ctypes.byref, self.parts))
-        self.error: tuple[Any, ...] | None = None
+        self.error: BaseException | None = None
 
 
 _ASIDE = _Aside()
@@ -40,12 +40,14 @@ class DeviceGuard(torch._C._acc.DeviceGuard):
         """Say what type the device is of; the first call here takes the error, if there is one."""
         _FETCH(*_ASIDE.places)
         if _ASIDE.parts[0].value:
-            _ASIDE.error = tuple(part.value for part in _ASIDE.parts)
+            try:
+                _RESTORE(*(part.value for part in _ASIDE.parts))  # which raises it
+            except BaseException as error:
+                _ASIDE.error = error
         return _TYPE
 
 
-def raise_what_is_aside() -> None:
-    """Raise the error of this thread that has been set aside, if there is one."""
+def take_error() -> BaseException | None:
+    """Return the error of this thread that has been set aside since the last time, if any."""
     error, _ASIDE.error = _ASIDE.error, None
-    if error is not None:
-        _RESTORE(*error)  # as if the call had raised it
+    return error

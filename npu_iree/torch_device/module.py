@@ -286,7 +286,10 @@ def set_fallback(choice: Fallback) -> None:
         choice: `host` runs it as PyTorch's CPU kernel, with one warning; `error` raises
             `npu_iree.UnsupportedOpError`.
     """
-    CURRENT.fallback = _checked(choice)
+    if FALLBACK.get() is None:
+        CURRENT.fallback = _checked(choice)
+    else:  # until the end of the block
+        FALLBACK.set(_checked(choice))
 
 
 def _checked(choice: Fallback) -> Fallback:

@@ -34,7 +34,6 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 _INDICES: OrderedDict[_Geometry, DeviceArray] = OrderedDict()
 _INDICES_LOCK = threading.Lock()
-account.CACHES.append(_INDICES.clear)
 _WRITING = threading.RLock()  # part of a storage: its other bytes are read, and written again
 
 
@@ -195,6 +194,14 @@ def _bits(tensor: torch.Tensor) -> tuple[DeviceArray, int]:
     held, size = tensor.untyped_storage().nbytes(), tensor.element_size()
     nbytes = math.gcd(held, size, max(_BITS))
     return shaped(handle_of(tensor), (held // nbytes,), _BITS[nbytes]), size // nbytes
+
+
+def _forget_indices() -> None:
+    with _INDICES_LOCK:
+        _INDICES.clear()
+
+
+account.CACHES.append(_forget_indices)
 
 
 def _index(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> DeviceArray:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from npu_iree.array import DeviceArray
-from npu_iree.torch_device.forms import Probe
+from npu_iree.torch_device.forms import Kind, Probe
 from npu_iree.torch_device.kept import Kept
 from npu_iree.torch_device.put import put_dense
 
@@ -29,8 +29,8 @@ def scalar(value: float, dtype: torch.dtype, probe: Probe | None = None) -> Devi
     array = _SCALARS.get(key)
     if array is None:
         if probe is not None:
-            op, kinds, count = probe
-            op(*(_example(kind, count) for kind in kinds), value=value)
+            op, kinds = probe
+            op(*map(_example, kinds), value=value)
         exact = torch.float64 if isinstance(value, float) else torch.int64
         number = torch.tensor(value, dtype=exact, device="cpu")
         number = number.to(dtype)  # 200 as int8 is -56, as PyTorch has it
@@ -39,7 +39,8 @@ def scalar(value: float, dtype: torch.dtype, probe: Probe | None = None) -> Devi
     return array
 
 
-def _example(kind: torch.dtype | type, count: int) -> Any:
-    if isinstance(kind, torch.dtype):
-        return torch.empty(count, dtype=kind, device="cpu")
-    return kind(1)
+def _example(kind: Kind) -> Any:
+    if isinstance(kind, type):
+        return kind(1)
+    dtype, shape = kind
+    return torch.empty(shape, dtype=dtype, device="cpu")

@@ -88,6 +88,7 @@ _REFUSED: list[Callable[[str], object]] = [
     lambda where: torch.add(*torch.ones(2, 2, device=where).long(), alpha=0.5),
     lambda where: torch.addcmul(*torch.ones(3, 2, dtype=torch.int8, device=where), value=300),
     lambda where: torch.sub(*torch.ones(2, 2, dtype=torch.int8, device=where), alpha=300),
+    lambda where: torch.add(torch.ones(2, dtype=torch.int8, device=where), 2, alpha=300),
     lambda where: torch.lerp(*torch.ones(2, 2, device=where), 1e39),
     lambda where: torch.mm(
         *torch.ones(2, 2, 2, device=where), out=torch.ones(2, 2, device=where).double()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
@@ -87,3 +90,17 @@ def test_an_error_of_a_hook_within_a_hook_is_the_users() -> None:
     x.register_post_accumulate_grad_hook(again)
     with pytest.raises(KeyError, match="after it"):
         (x * 2).sum().backward()
+
+
+def test_an_error_that_is_caught_keeps_no_graph() -> None:
+    x = torch.ones(3, device=NPU, requires_grad=True)
+    loss = REFUSING["of a tensor"](x).sum()
+    kept = weakref.ref(loss)
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            loss.backward()
+        del loss
+        assert kept() is None
+    finally:
+        gc.enable()

@@ -530,6 +530,7 @@ def test_explain_knows_what_is_bound() -> None:
         assert explained.graphs[0].transfers == [("h2d", "args_0"), ("d2h", "add")]
         with pytest.raises(npu_iree.OptionError, match="explain takes the model itself"):
             npu_iree.explain(torch.compile(torch.relu, backend="npu_iree"), torch.ones(2))
+        npu_iree.explain(torch.compiler.disable(torch.relu), torch.ones(2))  # which is not it
 
 
 def test_a_fake_tensor_is_an_error_and_no_crash() -> None:

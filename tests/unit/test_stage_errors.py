@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lowering.errors import StageError, said
+from lowering.errors import FlagError, StageError, said
 
 
 def test_an_error_of_ours_tells_its_type_and_place() -> None:
@@ -31,3 +31,8 @@ def test_a_compilers_error_is_in_its_own_words() -> None:
 )
 def test_a_summary_is_a_line_that_says_something(diagnostics: str, summary: str) -> None:
     assert StageError("s", diagnostics).summary == summary
+
+
+def test_a_flag_that_is_only_suggested_is_not_refused() -> None:
+    words = "Unknown command line argument '--a-new'. Did you mean '--an-old'?"
+    assert FlagError("s", words, ("--a-new=1", "--an-old")).named == ("--a-new=1",)
