@@ -299,7 +299,8 @@ def test_a_flag_that_the_compiler_refuses_is_an_error_and_no_ops_fault(
         with caplog.at_level(logging.INFO, logger="lowering.pipeline"):
             error = error_of(add_mul, X, X, flags=[flag], fallback=fallback)
         assert isinstance(error, FlagError), flag
-        assert f"refuses a flag: {told}" in str(error)
+        assert str(error).startswith("iree-compile refuses a flag: ")
+        assert told in str(error)
         assert (counts["healed_ops"], caplog.messages) == (0, []), f"{flag}: no other set is tried"
 
 
