@@ -77,22 +77,21 @@ def test_writes_that_overlap_are_refused_and_those_that_may_are_made(where: str)
 _REFUSED: list[Callable[[str], object]] = [
     lambda where: torch.empty(2, -3, device=where),
     lambda where: torch.empty_strided((2,), (-1,), device=where),
-    lambda where: torch.zeros(2, dtype=torch.int8, device=where).fill_(300),
-    lambda where: torch.zeros(2, dtype=torch.int64, device=where).fill_(float("nan")),
+    lambda where: torch.zeros(2, dtype=torch.int8).to(where).fill_(300),
+    lambda where: torch.zeros(2, dtype=torch.int64).to(where).fill_(float("nan")),
     lambda where: torch.full((2,), 1e5, dtype=torch.float16, device=where),
-    lambda where: torch.zeros(2, dtype=torch.int8, device=where).masked_fill(
-        torch.ones(2, dtype=torch.bool, device=where), 300
+    lambda where: (
+        torch.zeros(2, dtype=torch.int8)
+        .to(where)
+        .masked_fill(torch.ones(2, dtype=torch.bool).to(where), 300)
     ),
-    lambda where: torch.ones(2, dtype=torch.uint8, device=where).clamp(max=300),
-    lambda where: torch.ones(2, device=where).addcdiv(*torch.ones(2, 2, device=where).long()),
-    lambda where: torch.add(*torch.ones(2, 2, device=where).long(), alpha=0.5),
-    lambda where: torch.addcmul(*torch.ones(3, 2, dtype=torch.int8, device=where), value=300),
-    lambda where: torch.sub(*torch.ones(2, 2, dtype=torch.int8, device=where), alpha=300),
-    lambda where: torch.add(torch.ones(2, dtype=torch.int8, device=where), 2, alpha=300),
-    lambda where: torch.lerp(*torch.ones(2, 2, device=where), 1e39),
-    lambda where: torch.mm(
-        *torch.ones(2, 2, 2, device=where), out=torch.ones(2, 2, device=where).double()
-    ),
+    lambda where: torch.ones(2, dtype=torch.uint8).to(where).clamp(max=300),
+    lambda where: torch.ones(2).to(where).addcdiv(*torch.ones(2, 2).long().to(where)),
+    lambda where: torch.add(*torch.ones(2, 2).long().to(where), alpha=0.5),
+    lambda where: torch.addcmul(*torch.ones(3, 2, dtype=torch.int8).to(where), value=300),
+    lambda where: torch.sub(*torch.ones(2, 2, dtype=torch.int8).to(where), alpha=300),
+    lambda where: torch.lerp(*torch.ones(2, 2).to(where), 1e39),
+    lambda where: torch.mm(*torch.ones(2, 2, 2).to(where), out=torch.ones(2, 2).double().to(where)),
 ]
 
 
