@@ -90,6 +90,7 @@ _REFUSED: list[Callable[[str], object]] = [
     lambda where: torch.add(*torch.ones(2, 2).long().to(where), alpha=0.5),
     lambda where: torch.addcmul(*torch.ones(3, 2, dtype=torch.int8).to(where), value=300),
     lambda where: torch.sub(*torch.ones(2, 2, dtype=torch.int8).to(where), alpha=300),
+    lambda where: torch.add(torch.ones(2, dtype=torch.int8).to(where), 2, alpha=300),
     lambda where: torch.lerp(*torch.ones(2, 2).to(where), 1e39),
     lambda where: torch.mm(*torch.ones(2, 2, 2).to(where), out=torch.ones(2, 2).double().to(where)),
 ]

@@ -132,7 +132,7 @@ GRADIENTS: dict[str, Program] = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.sweep)])
 def test_the_first_set_of_flags_is_taken_for_gradients(dynamic: bool, counts: Counter[str]) -> None:
     def every(given: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
         return {name: function(*given[name]) for name, (function, _) in GRADIENTS.items()}
