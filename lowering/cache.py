@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import shutil
+import tempfile
 import threading
 import time
 import zlib
@@ -284,6 +285,17 @@ def _decompressed(data: bytes) -> bytes:
 def is_written_through(path: Path) -> bool:
     """Say whether something is there that no other file may take the place of: a pipe, a link."""
     return path.exists() and (path.is_symlink() or not path.is_file())
+
+
+def try_to_write(path: Path) -> None:
+    """Find out whether a file, and the folders above it, can be made; nothing is left of the try.
+
+    Raises:
+        OSError: it cannot.
+    """
+    folder = next(folder for folder in path.absolute().parents if folder.exists())
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def write_atomically(path: Path, data: bytes) -> None:

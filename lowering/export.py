@@ -6,7 +6,6 @@ Everything runs on the device, or the export is refused with a list of what cann
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -27,17 +26,15 @@ from torch.utils import _pytree as pytree
 
 from lowering.arithmetic import can_evaluate
 from lowering.capture import CapturedGraph, normalize
-from lowering.decompositions import DecompositionTable
 from lowering.digest import is_same_memory
 from lowering.dtypes import DTYPE_NAMES
 from lowering.errors import ExportError
 from lowering.manifest import Argument, Call, Constant, Source
 from lowering.nodes import is_number
-from lowering.ranges import LEAST_TRACED, guards_of, symbol_ranges
+from lowering.ranges import guards_of, symbol_ranges
 from lowering.region import Region, extract_region, tensor_spec, value_spec
 from lowering.segments import DEVICE, Segment
 from lowering.stored import RESULTS, StoredNames, value_of
-from lowering.trials import tried_ranges
 
 # Asserts what the export saw of dtypes and devices; each call is checked against that anyway.
 _CHECKED_AT_THE_CALL = torch.ops.aten._assert_tensor_metadata.default
@@ -145,39 +142,6 @@ class Export:
             else:
                 writes.append((targets[str(spec.target)], source))
         return outputs, writes
-
-
-def functional(
-    program: ExportedProgram, table: DecompositionTable, least_size: int = LEAST_TRACED
-) -> ExportedProgram:
-    """Decompose an exported program; only then does its signature tell what a call writes to.
-
-    Its sizes may be as small as the program was right for before that.
-
-    Args:
-        program: what `torch.export.export` made.
-        table: the decompositions.
-        least_size: of sizes that PyTorch says are 2 or more.
-
-    Raises:
-        ExportError: PyTorch cannot do that, or what the program takes for granted of its sizes is
-            not known.
-    """
-    if program._guards_code and program.example_inputs is None:
-        raise ExportError(
-            f"the program takes for granted that {' and '.join(program._guards_code)}, which "
-            "PyTorch tells only of a program with its example inputs: export and save it with them"
-        )
-    with warnings.catch_warnings():  # PyTorch warns of what it does itself
-        warnings.simplefilter("ignore", FutureWarning)
-        try:
-            found: ExportedProgram = program.run_decompositions(dict(table))
-        except AssertionError as error:
-            raise ExportError(
-                f"PyTorch cannot decompose it: {error} (do buffers that it writes to share memory?)"
-            ) from error
-    found.range_constraints.update(tried_ranges(program, found, least_size))
-    return found
 
 
 def capture_export(name: str, program: ExportedProgram, names: StoredNames) -> Export:

@@ -20,7 +20,8 @@ from lowering.digest import is_same_value, tensor_digest
 from lowering.dispatches import list_dispatches
 from lowering.dtypes import dtype_name
 from lowering.errors import ExportError, FlagError, StageError, UnsupportedOpError
-from lowering.export import Export, capture_export, functional
+from lowering.export import Export, capture_export
+from lowering.functional import functional
 from lowering.heal import Healer, refuses_everything
 from lowering.kernels import Kernel
 from lowering.key import compiler_build

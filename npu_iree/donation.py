@@ -138,11 +138,10 @@ def refuse_what_lives_on(donated: Donated, graph_module: fx.GraphModule, kind: s
             raise refused(name, "the backward pass reads it")
 
 
-def refused(name: str, reason: str) -> OptionError:
+def refused(name: str, reason: str, remedy: str = "Donate a clone of it") -> OptionError:
     """Return the error that a tensor cannot be given away."""
     return OptionError(
-        f"cannot donate {name!r}: {reason}. Donate a clone of it, or take it out of the option "
-        "'donate'"
+        f"cannot donate {name!r}: {reason}. {remedy}, or take it out of the option 'donate'"
     )
 
 
@@ -150,10 +149,8 @@ def _refuse_input(name: str, value: torch.Tensor, arguments: Mapping[str, Any]) 
     if isinstance(value, torch.nn.Parameter):
         raise refused(name, "it is a parameter, which its module goes on to use")
     if not is_on_npu(value):
-        raise OptionError(
-            f"cannot donate {name!r}: it is on {value.device}, and a call takes over only what is "
-            "on npu. Move it with .to('npu'), or take it out of the option 'donate'"
-        )
+        where = f"it is on {value.device}, and a call takes over only what is on npu"
+        raise refused(name, where, "Move it with .to('npu')")
     if value.requires_grad:
         raise refused(name, "it requires grad, so a backward pass may read it")
     if sum(leaf is value for leaf in pytree.tree_leaves(dict(arguments))) > 1:

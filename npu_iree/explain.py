@@ -122,13 +122,7 @@ def explain(
         OptionError: an option does not exist or has a bad value, or the model is what
             `torch.compile` gave, whose options would not be looked at.
     """
-    if is_compiled_function(model):
-        raise OptionError(
-            "explain takes the model itself, not what torch.compile made of it; give the options "
-            "that torch.compile was given as options={...}"
-        )
-    asked = {**(options or {}), "fallback": "host"}
-    Options.parse(asked)
+    asked = _asked(model, options)
     found = Explanation()
 
     def plan(
@@ -167,6 +161,18 @@ def explain(
     isolated = torch.compile(model, backend=backend, isolate_recompiles=True)  # type: ignore[call-overload]
     isolated(*args, **kwargs)
     return found
+
+
+def _asked(model: object, options: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the options to explain a model by, which are right."""
+    if is_compiled_function(model):
+        raise OptionError(
+            "explain takes the model itself, not what torch.compile made of it; give the options "
+            "that torch.compile was given as options={...}"
+        )
+    asked = {**(options or {}), "fallback": "host"}
+    Options.parse(asked)
+    return asked
 
 
 def _break_text(reason: Any) -> str:

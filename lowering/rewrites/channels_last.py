@@ -194,20 +194,14 @@ def _pool_of(node: fx.Node) -> fx.Node | None:
         return None
     pool = cast(fx.Node, node.args[0])
     is_pool = pool.target is aten.max_pool2d_with_indices.default and not pool.kwargs
-    return pool if is_pool and _is_written_out(*cast(Any, pool.args)) else None
+    return pool if is_pool and _is_written_out(pool) else None
 
 
-def _is_written_out(
-    x: fx.Node,
-    kernel: Sequence[int],
-    stride: Sequence[int] = (),
-    padding: Sequence[int] = (0,),
-    dilation: Sequence[int] = (1,),
-    ceil_mode: bool = False,
-) -> bool:
-    value = x.meta["val"]
+def _is_written_out(pool: fx.Node) -> bool:
+    x, kernel, *options = cast(Any, pool.args)
+    value, has_ceil_mode = x.meta["val"], any(options[3:])
     is_small = math.prod(of_each(kernel, 2)) <= MOST_PLACES
-    return not ceil_mode and value.ndim == 4 and is_small and value.dtype.is_floating_point
+    return not has_ceil_mode and value.ndim == 4 and is_small and value.dtype.is_floating_point
 
 
 def _max_pool(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
-from lowering.cache import is_written_through, write_atomically
+from lowering.cache import is_written_through, try_to_write, write_atomically
 from npu_iree.errors import NpuIreeError, OptionError
 
 
@@ -27,12 +26,11 @@ def is_writable(path: Path) -> bool:
         return False
     if is_written_through(path):
         return os.access(path, os.W_OK)
-    folder = next(p for p in path.absolute().parents if p.exists())
     try:
-        with tempfile.TemporaryFile(dir=folder):
-            return True
+        try_to_write(path)
     except OSError:
         return False
+    return True
 
 
 def write_text(path: Path, text: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch.export import ExportedProgram
 
 from lowering.abi import ENTRY
-from lowering.cache import write_atomically
+from lowering.cache import try_to_write, write_atomically
 from lowering.compiler import Compiler
 from lowering.cpu import CPU_FLAG, THIS_CPU
 from lowering.errors import ArtifactError, ExportError
@@ -131,7 +131,10 @@ def write_artifact(
     if path.is_dir() or path.suffix == f".{options.params}":
         raise ArtifactError(path, "it cannot be written: call it something.vmfb")
     beside = path.with_suffix(f".{options.params}")
-    _check_writable(path)
+    try:
+        try_to_write(path)  # before all is compiled
+    except OSError as error:
+        raise ArtifactError(path, f"it cannot be written: {error.strerror}") from error
     exports = _captured(programs, options)
     tensors = stored_tensors(exports)
     if options.params == "embed" and tensors:
@@ -192,20 +195,6 @@ def _check_replaced(artifact: Path, beside: Path, tensors: Mapping[str, torch.Te
         f"it would be written over, and {artifact.name} was not written with it: move it, or call "
         "the artifact something else",
     )
-
-
-def _check_writable(path: Path) -> None:
-    """Find out before all is compiled whether a file can be written; nothing is made for that.
-
-    Raises:
-        ArtifactError: it cannot.
-    """
-    folders = path.absolute().parents
-    try:
-        with tempfile.TemporaryFile(dir=next(folder for folder in folders if folder.exists())):
-            pass
-    except OSError as error:
-        raise ArtifactError(path, f"it cannot be written: {error.strerror}") from error
 
 
 def write_files(

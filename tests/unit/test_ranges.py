@@ -11,7 +11,7 @@ from torch.export import Dim, ExportedProgram
 
 from lowering.decompositions import decomposition_table
 from lowering.errors import ExportError
-from lowering.export import functional
+from lowering.functional import functional
 
 
 class Resized(torch.nn.Module):
