@@ -42,6 +42,19 @@ class Arena:
             return False
         return self._until.look() or any(point.follows(self._until) for point in points)
 
+    def lend(self, points: list[Timepoint]) -> None:
+        """Lend it to a call, and have that wait for the call that has used it last.
+
+        What the call waits for may end before what that itself waits for: a program that folds to a
+        constant waits for nothing.
+
+        Args:
+            points: what the call waits for; one may be added.
+        """
+        self._is_lent = True
+        if not (self._until.look() or self._until in points):
+            points.append(self._until)
+
     def has_failed(self) -> bool:
         """Say whether the call that has used it last has failed."""
         return not self._is_lent and self._until.has_failed()
@@ -69,7 +82,7 @@ class Arenas:
             return arena in self._arenas
 
     def lend(
-        self, nbytes: int, points: Sequence[Timepoint], *, may_be_new: bool = True
+        self, nbytes: int, points: list[Timepoint], *, may_be_new: bool = True
     ) -> Arena | None:
         """Lend the smallest arena that is free and large enough, or a new one; None: neither.
 
@@ -79,7 +92,7 @@ class Arenas:
 
         Args:
             nbytes: how much a call needs.
-            points: what the call waits for.
+            points: what the call waits for; the call that has used the arena last may be added.
             may_be_new: whether more memory may be reserved.
         """
         with self._lock:
@@ -99,15 +112,15 @@ class Arenas:
                 self._arenas.add(arena)
             else:
                 return None
-            arena._is_lent = True
+            arena.lend(points)
             return arena
 
-    def lend_again(self, arena: Arena, points: Sequence[Timepoint]) -> bool:
-        """Lend an arena, if that is free; says whether it was."""
+    def lend_again(self, arena: Arena, points: list[Timepoint]) -> bool:
+        """Lend an arena, if that is free; says whether it was. Of `points`: see `lend`."""
         with self._lock:
             if arena not in self._arenas or not arena.is_free_for(points):
                 return False
-            arena._is_lent = True
+            arena.lend(points)
             return True
 
     def give_up(self, arena: Arena) -> None:

@@ -137,8 +137,8 @@ class Function:
             if results.size:  # it is under way, and nobody is told what to wait for
                 with contextlib.suppress(RuntimeError):
                     signal.wait()
-                if arena is not None:
-                    arena.end_with(Timepoint(signal, self.work))
+            if arena is not None:
+                self._device.arenas.give_up(arena)
             raise
         return views, ready
 
@@ -150,16 +150,17 @@ class Function:
         arena: Arena | None = None
         try:
             with executable._lock:
-                ahead = executable.begin(inputs, points, signal)
                 if lane is executable._inline:
+                    ahead = executable.begin(inputs, points, signal)
                     lane.context.invoke(self._function, inputs, results)
                 else:  # to that which is loaded now, maybe by another thread
-                    call = self._name, self._function, inputs, results
-                    arena = executable._lender.invoke(*call, points)
+                    arena = executable._lender.lend(self._name, points)
+                    ahead = executable.begin(inputs, points, signal)
+                    executable._lender.invoke(self._name, self._function, inputs, results)
                 executable.note(signal, self.work)
         except BaseException as error:
-            if arena is not None:  # it is under way, and the caller does not get to know in what
-                arena.end_with(Timepoint(signal, self.work))
+            if arena is not None:  # the call is refused, or under way: nobody gets to know in what
+                self._device.arenas.give_up(arena)
             if not isinstance(error, RuntimeError):
                 raise
             for point in points:  # what has failed already fails this, and tells better why

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from iree.runtime import _binding as hal
@@ -40,43 +39,18 @@ class Lender:
         """Lend to a module that was loaded anew, and has nothing."""
         self._context, self._lent = context, None
 
-    def invoke(
-        self, name: str, entry: Any, inputs: Any, results: Any, points: Sequence[Timepoint]
-    ) -> Arena | None:
-        """Submit a call of an entry point with what it can be lent.
+    def lend(self, name: str, points: list[Timepoint]) -> Arena | None:
+        """Lend the next call of an entry point what it computes in.
 
         Args:
             name: of the entry point.
-            entry: its function in the module.
-            inputs: IREE's list of the arguments.
-            results: IREE's list for the results.
-            points: what the call waits for.
+            points: what the call waits for; the call that has used the arena last may be added.
 
         Returns:
-            What the call computes in; the caller has it end with the call.
-
-        Raises:
-            RuntimeError: IREE has refused the call. It has nothing, then.
+            What the caller has end with the call, or gives up if there is none.
         """
-        arena: Arena | None = None
-        arena_bytes = self._arena_bytes.get(name, 0)
-        result_bytes = self._result_bytes.get(name, 0)
-        try:
-            if arena_bytes:
-                arena = self._lend_arena(arena_bytes, points)
-            if result_bytes:
-                self._lend_results(result_bytes)
-            self._context.invoke(entry, inputs, results)
-        except BaseException:
-            if arena is not None:
-                self._device.arenas.give_up(arena)
-                self._arenas = [a for a in self._arenas if a is not arena]
-            if result_bytes:
-                self._call(TAKE_RESULTS_BACK)
-            raise
-        return arena
-
-    def _lend_arena(self, nbytes: int, points: Sequence[Timepoint]) -> Arena | None:
+        if not (nbytes := self._arena_bytes.get(name, 0)):
+            return None
         pool, before = self._device.arenas, self._lent
         if before is not None and before.nbytes >= nbytes and pool.lend_again(before, points):
             return before
@@ -89,6 +63,28 @@ class Lender:
             self._call(TAKE_BACK)
         self._lent = arena
         return arena
+
+    def invoke(self, name: str, entry: Any, inputs: Any, results: Any) -> None:
+        """Submit a call of an entry point, with memory for its results.
+
+        Args:
+            name: of the entry point.
+            entry: its function in the module.
+            inputs: IREE's list of the arguments.
+            results: IREE's list for the results.
+
+        Raises:
+            RuntimeError: IREE has refused the call.
+        """
+        nbytes = self._result_bytes.get(name, 0)
+        try:
+            if nbytes:
+                self._lend_results(nbytes)
+            self._context.invoke(entry, inputs, results)
+        except BaseException:
+            if nbytes:
+                self._call(TAKE_RESULTS_BACK)
+            raise
 
     def _lend_results(self, nbytes: int) -> None:
         pool = self._device.blocks

@@ -106,7 +106,10 @@ class Timepoint:
             finding.copy(self)
 
     def follows(self, other: Timepoint) -> bool:
-        """Say whether the work begins after another, if that is not far back in its history."""
+        """Say whether the work waits for another, if that is not far back in its history.
+
+        It may end before that does, if what it computes needs nothing of what it waits for.
+        """
         found = [self]
         for point in found:  # the nearest first
             if point is other:

@@ -105,6 +105,43 @@ def test_calls_under_way_at_once_have_memory_of_their_own(
 
 
 @pytest.mark.parametrize("device", LOCAL_FIRST, indirect=True)
+def test_memory_is_in_use_though_what_follows_has_ended(
+    device: npu_iree.Device, compile_function: Compile
+) -> None:
+    """What folds to a constant ends before what it waits for: a third call waits for the first."""
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        return (chain(x) * 1000).to(torch.int32)
+
+    def nothing(whole: torch.Tensor) -> torch.Tensor:
+        return whole * 0
+
+    def beside(x: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        return chain(x) + whole
+
+    x = images()[0][:512, :512].contiguous()
+    numbers, zeros, sums = whole(x), nothing(whole(x)), beside(2 * x, nothing(whole(x)))
+    compiled_first = compile_function(whole, x, target=device.target.name)
+    compiled_last = compile_function(beside, x, zeros, target=device.target.name)
+    first, last = executable_of(compiled_first), executable_of(compiled_last)
+    middle = executable_of(compile_function(nothing, zeros, target=device.target.name))
+    handles = [device.put(2 * x), device.put(x)]
+    device.synchronize()
+    gate = device.gate()
+    handles[1].ready = gate.point
+    (one,) = first.functions["main"](handles[1])
+    (two,) = middle.functions["main"](one)
+    (three,) = last.functions["main"](handles[0], two)
+    two.wait(timeout_s=30)
+    assert last._lender._lent is first._lender._lent is not None
+    with pytest.raises(npu_iree.DeviceTimeoutError):
+        three.wait(timeout_s=0.5)
+    gate.open()
+    assert_same(three.to_host(timeout_s=30), sums)
+    assert_same(one.to_host(timeout_s=30), numbers)
+
+
+@pytest.mark.parametrize("device", LOCAL_FIRST, indirect=True)
 def test_a_refused_call_leaves_nothing_lent(
     device: npu_iree.Device, compile_function: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,8 @@ def test_a_change_of_one_blocks_weights_is_its_own() -> None:
     blocks[1].linear.weight.mul_(2)
     blocks[2].load_state_dict(Block().state_dict(), assign=True)
     assert_same(blocks(x), eager(blocks, x))
+    torch.utils.swap_tensors(blocks[0].linear.weight, blocks[2].linear.weight)
+    assert_same(blocks(x), eager(blocks, x))
     blocks[0].norm.weight = nn.Parameter(torch.rand(8), requires_grad=False)
     for _ in range(2):
         assert_same(blocks(x), eager(blocks, x))
@@ -103,7 +105,7 @@ def test_what_was_bound_goes_with_its_model() -> None:
 
 def bound_by(graph: SharedGraph) -> list[Any]:
     """What the runner of the model that ran last holds of it, on the host and on the device."""
-    runner = graph._last[1]
+    runner = graph._last[2]
     stored = [use.stored for use in runner._weights._every if use.stored.numel()]
     return [*stored, *(e._queue.context for e in runner.executables.values() if e._queue.context)]
 

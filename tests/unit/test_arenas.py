@@ -49,7 +49,7 @@ def arenas(reserved: Reserved) -> Arenas:
 
 
 def lent(arenas: Arenas, nbytes: int, *points: Timepoint) -> Arena:
-    arena = arenas.lend(nbytes, points)
+    arena = arenas.lend(nbytes, list(points))
     assert arena is not None
     return arena
 
@@ -66,10 +66,10 @@ def test_one_call_at_a_time_has_an_arena(arenas: Arenas, reserved: Reserved) -> 
     one = lent(arenas, 100)
     assert lent(arenas, 100) is not one, "lent, but not submitted"
     _, end = begun(one)
-    assert not arenas.lend_again(one, ())
+    assert not arenas.lend_again(one, [])
     end.is_reached = True
-    assert arenas.lend_again(one, ())
-    assert not arenas.lend_again(one, ())
+    assert arenas.lend_again(one, [])
+    assert not arenas.lend_again(one, [])
     assert reserved.nbytes == [100, 100]
 
 
@@ -81,7 +81,9 @@ def test_a_call_has_the_arena_of_one_that_it_waits_for(arenas: Arenas, reserved:
     assert not arenas.lend_again(arena, [first]), "it waits for the first, not for the second"
     other = Timepoint(Fence(), Work("other"), [second])
     last = Timepoint(Fence(), Work("last"), [NOW, other])
-    assert lent(arenas, 50, last) is arena
+    waited_for = [last]
+    assert arenas.lend(50, waited_for) is arena
+    assert waited_for == [last, second], "what it waits for may need nothing of that, and end before"
     assert reserved.nbytes == [100]
 
 
@@ -113,7 +115,7 @@ def test_more_takes_the_place_of_what_is_free_and_smaller(
     more = lent(arenas, 300)
     assert reserved.released == [100]
     assert arenas.nbytes == 500
-    assert not arenas.lend_again(free, ())
+    assert not arenas.lend_again(free, [])
     more.end_with(NOW)
     assert lent(arenas, 100) is more
 
@@ -122,7 +124,7 @@ def test_after_a_failed_call_an_arena_is_not_lent_again(arenas: Arenas) -> None:
     arena = lent(arenas, 100)
     _, end = begun(arena)
     end.has_failed = True
-    assert not arenas.lend_again(arena, ())
+    assert not arenas.lend_again(arena, [])
     assert lent(arenas, 100) is not arena
     assert arena not in arenas
 
@@ -130,7 +132,7 @@ def test_after_a_failed_call_an_arena_is_not_lent_again(arenas: Arenas) -> None:
 def test_after_a_refused_call_an_arena_is_not_lent_again(arenas: Arenas) -> None:
     arena = lent(arenas, 100)
     arenas.give_up(arena)
-    assert not arenas.lend_again(arena, ())
+    assert not arenas.lend_again(arena, [])
     assert arenas.nbytes == 0
 
 
@@ -147,7 +149,7 @@ def test_a_point_follows_what_its_history_has_near() -> None:
 
 
 def test_what_cannot_be_reserved_is_left_to_the_call(arenas: Arenas) -> None:
-    assert arenas.lend(5000, ()) is None
+    assert arenas.lend(5000, []) is None
 
 
 def test_what_is_in_use_is_not_given_back_for_one_that_waits_for_it(
