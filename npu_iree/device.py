@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 from iree.runtime import _binding as hal
@@ -156,8 +156,7 @@ class Device:
         """Do what `gather` does, for a caller that has entered it into the ledger."""
         if not arrays:
             return []
-        if self._is_of_parent:
-            self._refuse()
+        self.refuse_child()
         views, points = self.memory.fetch([a._view for a in arrays], [a.ready for a in arrays])
         for array in arrays:
             array.ready.copy_finding()
@@ -240,8 +239,7 @@ class Device:
 
     def start_point(self, after: Timepoint | None = None) -> Timepoint:
         """Return the point from which new work may start: now, unless it is held or ordered."""
-        if self._is_of_parent:
-            self._refuse()
+        self.refuse_child()
         points = [g.point for g in self._held]
         points += [after] if after is not None else []
         points += self.order() if self.order is not None else ()
@@ -254,12 +252,20 @@ class Device:
         """
         self._is_of_parent = True
 
-    def _refuse(self) -> NoReturn:
-        raise NpuIreeError(
-            f"the device of {self.target.name} was opened before this process was forked, and runs "
-            "in the parent alone: compile again here (torch._dynamo.reset()), or start processes "
-            "by `spawn`"
-        )
+    def refuse_child(self) -> None:
+        """Raise in a process that was forked off.
+
+        Who takes locks asks first: another thread of the parent may have held them, for ever here.
+
+        Raises:
+            NpuIreeError: the device runs in the parent alone.
+        """
+        if self._is_of_parent:
+            raise NpuIreeError(
+                f"the device of {self.target.name} was opened before this process was forked, and "
+                "runs in the parent alone: compile again here (torch._dynamo.reset()), or start "
+                "processes by `spawn`"
+            )
 
     def __repr__(self) -> str:
         return f"<Device of {self.target.name}>"

@@ -76,7 +76,7 @@ class Executable:
         Raises:
             RuntimeError: IREE refused the module or a parameter.
         """
-        self._device.start_point()  # not in a forked child
+        self._device.refuse_child()
         modules = []
         if parameters is not None:
             provider = parameter_index(parameters).create_provider(scope=PARAMETER_SCOPE)

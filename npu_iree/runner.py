@@ -97,6 +97,7 @@ class Runner:
 
         A handle that nobody else holds is freed after the last step that reads it.
         """
+        self._device.refuse_child()
         if len(args) != len(self.plan.inputs):
             raise InternalError(f"the graph takes {len(self.plan.inputs)} inputs, not {len(args)}")
         host = [*args, *self._behind]

@@ -83,7 +83,7 @@ def test_a_call_has_the_arena_of_one_that_it_waits_for(arenas: Arenas, reserved:
     last = Timepoint(Fence(), Work("last"), [NOW, other])
     waited_for = [last]
     assert arenas.lend(50, waited_for) is arena
-    assert waited_for == [last, second], "what it waits for may need nothing of that, and end before"
+    assert waited_for == [last, second], "what it waits for may need nothing of that, and be early"
     assert reserved.nbytes == [100]
 
 
