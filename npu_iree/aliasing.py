@@ -61,6 +61,15 @@ class Aliases:
         """Whether arguments of the first call overlap."""
         return bool(self._expected)
 
+    def may_not_be_written(self, args: Sequence[Any]) -> bool:
+        """Say whether an argument that is written to was made in `inference_mode`, and this is not.
+
+        A graph may go into that mode itself, and write: so who asks leaves it to eager to raise.
+        """
+        return not torch.is_inference_mode_enabled() and any(
+            args[i].is_inference() for i in self._written
+        )
+
     def are_as_compiled(self, args: Sequence[Any]) -> bool:
         """Say whether the arguments of a call overlap as the graph takes for granted.
 

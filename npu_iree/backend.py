@@ -98,12 +98,17 @@ def _start_worker(options: Options) -> None:
 def _guarded(
     compiled: Callable[..., Any], graph_module: fx.GraphModule, source: Source, options: Options
 ) -> Callable[..., Any]:
-    """Run a graph in eager where its arguments share memory as it was not compiled for."""
+    """Run a graph in eager where its arguments share memory as it was not compiled for.
+
+    And where it writes to tensors of `inference_mode` outside of it, which eager refuses.
+    """
     aliases, warn = source.aliases(), functools.cache(log.warning)
     if aliases is None:
         return compiled
 
     def run(*args: Any) -> Any:
+        if aliases.may_not_be_written(args):
+            return graph_module(*args)
         if aliases.are_as_compiled(args):
             return compiled(*args)
         if options.fallback == "error":

@@ -30,7 +30,7 @@ class Options:
         flags: more flags for `iree-compile`, after the target's.
         bind_weights: bind parameters and buffers once per compiled graph (inference). Turn it off
             if something outside PyTorch reads or writes their memory, e.g. through a NumPy view
-            that was taken before the first call: PyTorch's next write moves them elsewhere.
+            that is kept over a call: PyTorch's next write moves them elsewhere.
         rng: `host` makes random numbers those of CPU eager, bit for bit: random ops run as
             PyTorch's CPU kernels, in eager's order and with eager's generators. By default some
             are decomposed, and a seed reproduces a run of this backend only.

@@ -177,6 +177,17 @@ def test_inference_mode(target: str) -> None:
     assert_same(list(ours.buffers()), list(eagers.buffers()))
 
 
+def test_what_inference_mode_made_is_written_to_in_that_mode_only() -> None:
+    add_one = torch.compile(lambda x: x.add_(1), backend="npu_iree")
+    with torch.inference_mode():
+        x = torch.zeros(4)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="inference tensor outside InferenceMode"):
+            add_one(x)
+    with torch.inference_mode():
+        assert_same(add_one(x.zero_()), torch.ones(4))
+
+
 @pytest.mark.parametrize(
     "how",
     [
