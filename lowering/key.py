@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 
 from lowering.canonical import canonical_text
-from lowering.digest import sources_digest, text_digest
+from lowering.digest import file_digest, sources_digest, text_digest
 from lowering.kernels import Kernel, used_kernels
 from lowering.program import Program
 from lowering.target import CompileTarget, FlagSet
@@ -21,6 +23,9 @@ PACKAGES = ("torch", "torch-mlir", "iree-base-compiler")
 IDENTITY = ("program", "kernels", "parameters", "given", "rebind", "flags", "target")
 # What Linux calls an x86 CPU, or the parts of an ARM core's name.
 _CPU_NAMES = ("model name", "CPU implementer", "CPU variant", "CPU part")
+
+# `--a=spec.mlir`, `--b=scope=weights.irpa`, `--c=library.mlir@entry`, `--d=pass{file=spec.mlir}`
+_PARTS_OF_A_FLAG = re.compile(r"[=@,(){}\s]+")
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ def program_key(
             "parameters": json.dumps(program.parameters),
             "given": json.dumps(program.given),
             "rebind": json.dumps(program.rebind),
-            "flags": json.dumps(flag_sets),
+            "flags": json.dumps([*flag_sets, *named_files(flag_sets)]),
             "target": target.name,
             "rewrites": json.dumps(target.rewrites),
             "cpu": host_cpu() if is_for_this_cpu else "",
@@ -89,6 +94,13 @@ def program_key(
             **({"tune": tune} if tune else {}),
         }
     )
+
+
+def named_files(flag_sets: Iterable[FlagSet]) -> list[tuple[str, str]]:
+    """Return the files that flags name, which the compiler reads, and their digests."""
+    words = {w for flags in flag_sets for flag in flags for w in _PARTS_OF_A_FLAG.split(flag)}
+    files = filter(os.path.isfile, sorted(words))
+    return [(file, file_digest(Path(file))) for file in files if os.access(file, os.R_OK)]
 
 
 @cache

@@ -65,6 +65,14 @@ def _with_limit(text: str, limits: Limits) -> str:
     return "\n".join([first, *rest])
 
 
+def _folder() -> str:
+    """Return the folder that flags name files from; empty if it is gone."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
+
+
 class CompileService:
     """A pool of workers. Thread-safe: as many requests run at a time as there are workers.
 
@@ -130,6 +138,7 @@ class CompileService:
         head = {
             "stage": stage,
             "options": options.to_json(),
+            "folder": _folder(),
             "memory_limit_bytes": limits.memory_bytes,
             "fault": fault,
         }

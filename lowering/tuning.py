@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from lowering.cache import Entry
 from lowering.errors import StageError
+from lowering.key import named_files
 from lowering.pipeline import Toolchain, compile_source
 from lowering.program import Program
 from lowering.target import Candidate, CompileTarget, FlagSet
@@ -136,7 +137,8 @@ class Tuning:
 
     def key(self, target: CompileTarget) -> str:
         """Return what of it decides which settings are taken, as part of a key."""
-        return json.dumps([self.level, [c.flags for c in self.candidates(target)]])
+        flag_sets = [c.flags for c in self.candidates(target)]
+        return json.dumps([self.level, [*flag_sets, *named_files(flag_sets)]])
 
     def tuned(
         self, program: Program, default: Entry, target: CompileTarget, toolchain: Toolchain

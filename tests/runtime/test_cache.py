@@ -36,6 +36,13 @@ PAIRS = {
     "layouts": ("contiguous", "channels-last"),
     "ranks": ("f32", "rank-3"),
 }
+SPEC = """
+module attributes {transform.with_named_sequence} {
+  transform.named_sequence @__transform_main(%module: !transform.any_op {transform.readonly}) {
+    transform.yield
+  }
+}
+"""
 DIFFERENT = sorted({name for pair in PAIRS.values() for name in pair})
 STORMERS = 10
 
@@ -103,6 +110,32 @@ def test_different_programs_have_different_entries_across_processes(tmp_path: Pa
         assert done["counts"].get("cache_hits", 0) == i * len(DIFFERENT)
         assert done["counts"].get("compiles", 0) == (1 - i) * len(DIFFERENT)
         assert len(files(tmp_path)) == len(DIFFERENT)
+
+
+def test_a_file_that_a_flag_names_is_part_of_the_program(
+    folder: Path, counts: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its content, and by the name that it has where the caller is."""
+    function, inputs, _ = CASES["f32"]
+    flags = ["--iree-preprocessing-transform-spec-filename=spec.mlir"]
+
+    def call() -> None:
+        torch._dynamo.reset()
+        options = {"flags": flags, "fallback": "error"}
+        torch.compile(function, backend="npu_iree", options=options)(*inputs)
+
+    monkeypatch.chdir(tmp_path)
+    Path("spec.mlir").write_text(SPEC)
+    call()
+    (entry,) = files(folder)
+    told = json.loads(Entry.from_bytes(entry.read_bytes()).parts["flags"])
+    assert told[-1] == ["spec.mlir", hashlib.sha256(SPEC.encode()).hexdigest()]
+    Path("spec.mlir").write_text("no transform")
+    with pytest.raises(Exception, match=r"spec\.mlir"):
+        call()
+    Path("spec.mlir").write_text(SPEC)
+    call()
+    assert (counts["cache_misses"], counts["cache_hits"]) == (2, 1)
 
 
 def test_wirings_with_arguments_in_the_same_order_are_different_programs(
