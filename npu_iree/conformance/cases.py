@@ -37,6 +37,17 @@ class Case:
 
 # Entries whose gradients are sums of terms that cancel: how many times the tolerance they have.
 LOOSER = {"nn.functional.scaled_dot_product_attention": 4}
+# Elementwise operators that the database has no class of entries for.
+ELEMENTWISE = frozenset(
+    {
+        "logaddexp2",
+        "nn.functional.gelu",
+        "nn.functional.glu",
+        "nn.functional.hardswish",
+        "nn.functional.leaky_relu",
+        "outer",
+    }
+)
 # Their results are whatever was in memory, or are no tensors' values: there is nothing to compare.
 VALUELESS = re.compile(r"(new_)?empty(_like|_strided|_permuted)?")
 EVERYTHING = re.compile("")
@@ -60,6 +71,15 @@ def database() -> Sequence[Any]:
     # runs them here has seeded.
     invocations.wrapper_set_seed = _call  # type: ignore[attr-defined]
     return list(invocations.op_db)
+
+
+def is_elementwise(case: Case) -> bool:
+    """Say whether each number of a result comes of one number of each input."""
+    from torch.testing._internal.opinfo.core import BinaryUfuncInfo, UnaryUfuncInfo
+
+    if case.name in ELEMENTWISE:
+        return True
+    return isinstance(database()[case.position], (UnaryUfuncInfo, BinaryUfuncInfo))
 
 
 def _call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

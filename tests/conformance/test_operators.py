@@ -183,6 +183,21 @@ def test_eagers_rounding_excuses_no_number_elsewhere() -> None:
     assert not judge.rounds_as_eager(better * math.nan, better, exact[1:])
 
 
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_a_large_number_excuses_no_small_one_of_an_elementwise_operator(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lie(calls: Any) -> list[Any]:
+        results = [torch.exp(value) for value, _, _ in calls]
+        return [torch.where(y < y.max() * 1e-3, -0.1, y) for y in results]
+
+    found = {case.name: case for case in cases.cases([dtype], samples=1)}
+    assert not cases.is_elementwise(found["sum"])
+    monkeypatch.setattr(judge, "compiled_anew", lambda function, target: lie)
+    verdict = judge.judge(found["exp"], "npu-local", lambda text: None)
+    assert verdict.outcome == "wrong"
+
+
 def test_indices_are_compared_as_far_as_an_order_is_promised() -> None:
     x, sort = torch.tensor([2.0, 1.0, 1.0]), COMPARED_BY["sort"]
 
@@ -295,7 +310,7 @@ def test_runs_are_compared_case_by_case(tmp_path: Path, command: Command) -> Non
 def test_what_is_left_out_is_in_the_database() -> None:
     names = {f"{i.name}.{i.variant_test_name}".rstrip(".") for i in cases.database()}
     assert names >= {key.partition("[")[0] for key in cases.SKIPPED}
-    assert names >= COMPARED_BY.keys() | cases.LOOSER.keys()
+    assert names >= COMPARED_BY.keys() | cases.LOOSER.keys() | cases.ELEMENTWISE
 
 
 def test_the_share_counts_what_ran_right() -> None:
