@@ -242,3 +242,9 @@ def find_target(name: str) -> Target:
         f"no target {name!r}.{hint} Installed: {', '.join(sorted(table))}; others come from "
         f"packages with an entry point of the group {ENTRY_POINT_GROUP!r}"
     )
+
+
+def package_of(name: str) -> str:
+    """Return name and version of the package that adds a target; empty: the target is ours."""
+    entries = metadata.entry_points(group=ENTRY_POINT_GROUP, name=name)
+    return ", ".join(f"{e.dist.name} {e.dist.version}" for e in entries if e.dist)

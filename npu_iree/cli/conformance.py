@@ -28,7 +28,7 @@ from npu_iree.conformance.cases import EVERYTHING, cases
 from npu_iree.conformance.run import read_journal, run_cases
 from npu_iree.conformance.verdict import BAD, OUTCOMES, Verdict
 from npu_iree.errors import NpuIreeError, OptionError
-from npu_iree.targets import find_target
+from npu_iree.targets import find_target, package_of
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -173,6 +173,7 @@ def _judged_on(target: str) -> dict[str, object]:
     told = json.dumps(asdict(found), sort_keys=True, default=sorted)
     return {
         "target": target,
+        "package of the target": package_of(target),
         "settings of the target": text_digest(told),
         "capabilities": load_capabilities(found.compile.capabilities).digest,
         "npu_iree": sources_digest(Path(npu_iree.__file__).parent),

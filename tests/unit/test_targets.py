@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module, metadata
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from npu_iree.device import Device
 from npu_iree.errors import TargetError
-from npu_iree.targets import ENTRY_POINT_GROUP, NPU_LOCAL, NPU_VIRTUAL, Target, find_target, targets
+from npu_iree.targets import (
+    ENTRY_POINT_GROUP,
+    NPU_LOCAL,
+    NPU_VIRTUAL,
+    Target,
+    find_target,
+    package_of,
+    targets,
+)
 
 OURS = {"npu-local", "npu-virtual", "cuda"}
 vendor = replace(NPU_VIRTUAL, compile=replace(NPU_VIRTUAL.compile, name="vendor"))
@@ -59,6 +68,17 @@ def test_packages_that_fail_are_told_of_and_disable_no_others(
         assert reason in caplog.text
         with pytest.raises(TargetError, match=f"target '{name}': .*{reason.split(' ')[0]}"):
             find_target(name)
+
+
+def test_the_package_of_a_target_is_told_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist = SimpleNamespace(name="vendors-npu", version="1.2")
+    entries = {"vendor": [SimpleNamespace(dist=dist)]}
+    module = import_module("npu_iree.targets")
+    monkeypatch.setattr(
+        module.metadata, "entry_points", lambda *, group, name: entries.get(name, [])
+    )
+    assert package_of("vendor") == "vendors-npu 1.2"
+    assert package_of("npu-local") == ""
 
 
 @pytest.mark.parametrize(
