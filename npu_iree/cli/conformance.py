@@ -183,14 +183,14 @@ def _judged_on(target: str) -> dict[str, object]:
 
 
 def _watched(total: int, verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """List verdicts as they come, behind a progress bar."""
-    listed = []
+    """List verdicts as they come, the last of each case, behind a progress bar."""
+    listed = {}
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("cases", total=total)
         for verdict in verdicts:
-            listed.append(verdict)
-            progress.update(task, advance=1, description=verdict.key)
-    return listed
+            listed[verdict.key] = verdict
+            progress.update(task, completed=len(listed), description=verdict.key)
+    return [*listed.values()]
 
 
 def _conclude(verdicts: Sequence[Verdict], judged_as: Mapping[str, object], files: Files) -> None:

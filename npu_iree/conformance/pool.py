@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, Literal, TypeVar
@@ -53,16 +55,19 @@ class _Worker(Generic[_Task, _Result]):
         self.process.start()
         theirs.close()
         self.task: _Task | None = None
+        self.before: _Task | None = None  # what it has answered last
+        self.has_begun = False
         self.given = 0
         self.during = ""
         self.so_far: Any = None
         self.deadline = 0.0
 
     def give(self, task: _Task, limit_s: float) -> None:
-        self.task, self.during, self.so_far = task, "", None
+        self.task, self.during, self.so_far, self.has_begun = task, "", None, False
         self.deadline = time.monotonic() + _SECONDS_TO_START + limit_s
         self.given += 1
-        self.pipe.send(task)
+        with contextlib.suppress(ConnectionError):  # it has died since: `answer` finds out
+            self.pipe.send(task)
 
     def answer(self, limit_s: float) -> _Result | Died | None:
         """Return the result or the death of the task, or None if it is still at work."""
@@ -74,6 +79,7 @@ class _Worker(Generic[_Task, _Result]):
                 if kind == "raised":
                     return Died(self.during, value, "error", self.so_far)
                 if kind == "started":
+                    self.has_begun = True
                     self.deadline = time.monotonic() + limit_s
                 elif isinstance(value, str):
                     self.during = value
@@ -110,6 +116,9 @@ def run_all(
 ) -> Iterator[tuple[_Task, _Result | Died]]:
     """Run tasks in worker processes, and give each with what came of it, as they end.
 
+    A worker may die of a task that it has answered, as it is given the next: then that one's death
+    is given, too, and counts, and the next goes to another worker.
+
     Args:
         function: a module-level function of a task.
         tasks: what to do; taken one by one.
@@ -133,8 +142,12 @@ def run_all(
             for worker in busy:
                 if (answer := worker.answer(limit_s)) is None:
                     continue
-                yield worker.task, answer  # type: ignore[misc]
-                worker.task = None
+                task = worker.task
+                if isinstance(answer, Died) and not worker.has_begun and worker.given > 1:
+                    queue, task = itertools.chain([task], queue), worker.before  # type: ignore[list-item]
+                    answer = replace(answer, during="after its answer")
+                yield task, answer  # type: ignore[misc]
+                worker.before, worker.task = task, None
                 if isinstance(answer, Died) or worker.given == TASKS_A_WORKER:
                     worker.stop()
                     pool.remove(worker)

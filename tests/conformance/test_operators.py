@@ -236,6 +236,17 @@ def test_a_crash_and_a_hang_end_one_case_only() -> None:
     assert answers["raise"] == Died("raise", "ValueError: no reason", "error")
 
 
+@pytest.mark.usefixtures("own_pool")
+def test_a_worker_that_dies_behind_its_answer_fails_that_case_and_no_other() -> None:
+    answers = {}
+    for task, answer in run_all(fail, ["pid", "fine"], workers=1, limit_s=5, make_ready=make_ready):
+        if task not in answers and isinstance(answer, str) and answer.isdecimal():
+            os.kill(int(answer), signal.SIGKILL)
+            assert _has_ended(int(answer), within_s=20)
+        answers[task] = answer
+    assert answers == {"pid": Died("after its answer", "SIGKILL"), "fine": "fine as asked"}
+
+
 _ENDS_BESIDE_A_HANG = """
 import os, signal, sys
 from pathlib import Path
