@@ -1,4 +1,4 @@
-"""Measure which ATen ops the stand-in NPU gets right, and write its capability table.
+"""Measure which ATen ops a target gets right, and write its capability table.
 
     python ci/measure_capabilities.py --journal capabilities.jsonl
     python ci/measure_capabilities.py --journal capabilities.jsonl --write
@@ -8,19 +8,21 @@ The first command traces PyTorch's own table of ops (`op_db`, which needs the pa
 and our own programs as the backend would, takes the graphs apart, and tries each distinct op by
 itself: lower, compile, run, compare with eager. It appends one line an op to the journal and can be
 stopped and started again. The second command turns the journal into the table. The third measures
-some ops anew, spread over all there are, and fails where the table says otherwise.
+some ops anew, spread over all there are, and fails where the table says otherwise. All are about
+`npu-local`, or about the target that `--target` names, whose table is where `--table` says.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import multiprocessing
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -34,8 +36,10 @@ from measuring.table import Row, disagreement, table_text
 from measuring.verdict import Verdict, judge
 from npu_iree.conformance.pool import Died, Progress, run_all
 from npu_iree.conformance.run import append_line
+from npu_iree.targets import NPU_LOCAL, find_target
 
 _Item = TypeVar("_Item")
+_Judge = Callable[[SingleOp, Progress], Verdict]
 TABLE = Path(lowering.capabilities.__file__).with_name("npu-local.toml")
 PRELOAD = [
     "torch.testing._internal.common_methods_invocations",
@@ -79,40 +83,47 @@ def main() -> int:
     todo.add_argument("--journal", type=Path, help="JSON lines, one an op tried")
     todo.add_argument("--check", type=int, metavar="N", help="compare N ops with the table")
     parser.add_argument("--write", action="store_true", help="write the table from the journal")
-    parser.add_argument("--table", type=Path, default=TABLE, help="the table to write")
+    parser.add_argument("--target", default=NPU_LOCAL.name, help="an installed target")
+    parser.add_argument("--table", type=Path, help="the table to write, or to compare with")
     parser.add_argument("--workers", type=int, default=2, help="processes at work")
     parser.add_argument("--limit", type=float, default=20.0, help="seconds that one op may take")
     args = parser.parse_args()
+    find_target(args.target)
+    if args.table is None and args.target != NPU_LOCAL.name and (args.write or args.check):
+        parser.error(f"--table: where is the table of {args.target}?")
+    table, judge_it = args.table or TABLE, functools.partial(_judge, target=args.target)
     if args.write:
-        write_atomically(args.table, table_text(_read(args.journal).values()).encode())
+        text = table_text(_read(args.journal).values(), args.target)
+        write_atomically(table, text.encode())
         return 0
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     if args.check:
-        return _check(args.check, load_capabilities(str(args.table)), args.workers, args.limit)
+        known = load_capabilities(str(table.resolve()))
+        return _check(args.check, known, judge_it, args.workers, args.limit)
     for measured in PASSES:
-        _measure(measured, args.journal, args.workers, args.limit)
+        _measure(measured, args.journal, judge_it, args.workers, args.limit)
     return 0
 
 
-def _measure(measured: Pass, journal: Path, workers: int, limit_s: float) -> None:
+def _measure(measured: Pass, journal: Path, judge_it: _Judge, workers: int, limit_s: float) -> None:
     """Try the ops of one pass that the journal does not have yet."""
     started = time.monotonic()
     todo = _chosen(_found(measured, workers), measured)
     known = _read(journal)
     todo = [single for single in todo if single.key not in known]
     print(f"{measured.dtypes}: {len(todo)} ops to try, found in {_since(started)}", flush=True)
-    for single, answer in run_all(_judge, todo, workers=workers, limit_s=limit_s):
+    for single, answer in run_all(judge_it, todo, workers=workers, limit_s=limit_s):
         append_line(journal, asdict(_row(single, answer)))
     print(f"{measured.dtypes}: done in {_since(started)}", flush=True)
 
 
-def _check(count: int, table: Capabilities, workers: int, limit_s: float) -> int:
+def _check(count: int, table: Capabilities, judge_it: _Judge, workers: int, limit_s: float) -> int:
     """Try a call each of some ops, and list those of which the table says something else."""
     entries = [source for source in _sources(PASSES[0]) if source.position >= 0]
     by_op = {single.op: single for single in _traced(_spread(entries, 2 * count), workers)}
     singles = _spread(list(by_op.values()), count)
     wrong = []
-    for single, answer in run_all(_judge, singles, workers=workers, limit_s=limit_s):
+    for single, answer in run_all(judge_it, singles, workers=workers, limit_s=limit_s):
         if problem := disagreement(_row(single, answer), table):
             wrong.append(f"{single.key}: {problem}")
     print(f"{len(singles)} ops tried; {len(wrong)} are not as the table says")
@@ -172,8 +183,8 @@ def _find(source: Source, progress: Progress) -> list[SingleOp]:
     return find(source)
 
 
-def _judge(single: SingleOp, progress: Progress) -> Verdict:
-    return judge(single, progress)
+def _judge(single: SingleOp, progress: Progress, target: str) -> Verdict:
+    return judge(single, progress, find_target(target))
 
 
 _VERBS = {"hang": "hangs", "crash": "crashes", "error": "breaks"}

@@ -168,7 +168,7 @@ def disagreement(row: Row, table: Capabilities) -> str:
     return ""
 
 
-def table_text(rows: Iterable[Row]) -> str:
+def table_text(rows: Iterable[Row], target: str) -> str:
     """Write the table: what is listed, what is not and why, and what to beware of."""
     by_op: dict[str, list[Row]] = defaultdict(list)
     for row in sorted(rows, key=lambda r: (r.op, r.key)):
@@ -176,7 +176,10 @@ def table_text(rows: Iterable[Row]) -> str:
     for name, like in SAME.items():
         by_op[name] = by_op[like]
     ops = [Measured(name, tried) for name, tried in sorted(by_op.items())]
-    lines = [HEADER + f"# with {', '.join(f'{name} {version(name)}' for name in PACKAGES)}.\n#"]
+    lines = [
+        HEADER.format(target=target)
+        + f"# with {', '.join(f'{name} {version(name)}' for name in PACKAGES)}.\n#"
+    ]
     lines += _beware(ops)
     listed = {op.name: op.dtypes for op in ops if op.dtypes and op.name not in OVERRULED}
     host = {op.name: OVERRULED.get(op.name, op.reason) for op in ops if op.name not in listed}
@@ -187,10 +190,10 @@ def table_text(rows: Iterable[Row]) -> str:
 
 
 HEADER = """\
-# Which ops the stand-in NPU runs right, in the dtypes that all of an op's tensors may have, results
+# Which ops {target} runs right, in the dtypes that all of an op's tensors may have, results
 # and indices included. Measured, not written by hand:
-#   python ci/measure_capabilities.py --journal capabilities.jsonl
-#   python ci/measure_capabilities.py --journal capabilities.jsonl --write
+#   python ci/measure_capabilities.py --target {target} --journal capabilities.jsonl
+#   python ci/measure_capabilities.py --target {target} --journal capabilities.jsonl --write
 """
 
 

@@ -1,34 +1,34 @@
-"""Try one op: lower it, compile it, run it on IREE's local-task device, compare it with eager."""
+"""Try one op: lower it, compile it, run it on a target's device, compare it with eager."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
 from lowering.abi import ENTRY
+from lowering.artifact import Artifact, EntryPoint
 from lowering.capabilities import NOT_LOWERED
 from lowering.decompositions.halves import HALVES
-from lowering.dtypes import DTYPES, dtype_name
-from lowering.errors import StageError
+from lowering.dtypes import dtype_name
+from lowering.errors import NpuIreeError, StageError
 from lowering.pipeline import compile_program
 from lowering.program import Program
 from lowering.region import extract_region, memory_order
-from lowering.signature import Signature, TensorSpec, inverse
+from lowering.signature import Signature, inverse
 from lowering.stages.aten_to_torch import ATEN_TO_TORCH
 from lowering.stages.torch_to_linalg import TORCH_TO_LINALG
 from lowering.target import CompileTarget
 from measuring.single_op import SingleOp, SingleOpProgram, in_floats, program
 from npu_iree.conformance.judge import rounds_as_eager
-from npu_iree.targets import NPU_LOCAL
+from npu_iree.device import open_device
+from npu_iree.executable import Executable
+from npu_iree.targets import Target
 from npu_iree.tolerances import tolerance
 
 RIGHT, OTHER_NUMBERS = "right", "gives other numbers than eager"
-TARGET = CompileTarget(name="npu-local", flag_sets=NPU_LOCAL.compile.flag_sets[:1])
 
 # Their values are whatever was in memory: only dtype and shape can be compared.
 VALUELESS = re.compile(r"aten\.(new_)?empty")
@@ -47,30 +47,30 @@ class Verdict:
     detail: str = ""
 
 
-def judge(single: SingleOp, progress: Callable[[str], None]) -> Verdict:
+def judge(single: SingleOp, progress: Callable[[str], None], target: Target) -> Verdict:
     """Compile and run one op and compare all its results with eager's.
 
     Args:
         single: the op.
         progress: called with `compiler` or `program` before the part that may crash or hang.
+        target: what to compile for, by the first set of its flags alone, and to run on.
     """
     made = program(single)
     region = extract_region(made.segment, ())
     progress("compiler")
     try:
-        vmfb = compile_program(Program.of(region), TARGET).vmfb
+        vmfb = compile_program(Program.of(region), _plain(target.compile)).vmfb
     except StageError as error:
         if error.stage in (ATEN_TO_TORCH.name, TORCH_TO_LINALG.name):
             return Verdict(NOT_LOWERED, error.diagnostics)
         return Verdict(f"IREE cannot compile it: {_short(error.diagnostics)}", error.diagnostics)
     progress("program")
     inputs = [_to_memory(made.inputs[n]) for n in region.inputs]
-    before = [t.clone() for t in inputs]
     try:
-        results = _run(vmfb, region.signature, inputs)
-    except RuntimeError as error:
+        results, after = _run(target, vmfb, region.signature, inputs)
+    except (RuntimeError, NpuIreeError) as error:
         return Verdict(f"IREE cannot run it: {_short(str(error))}", str(error))
-    if _compare(inputs, before).reason != RIGHT:
+    if _compare(after, inputs).reason != RIGHT:
         return Verdict("writes into its inputs")
     if VALUELESS.match(single.op):
         return _compare([r.zero_() for r in results], [torch.zeros_like(e) for e in made.expected])
@@ -79,6 +79,11 @@ def judge(single: SingleOp, progress: Callable[[str], None]) -> Verdict:
     if found.reason == OTHER_NUMBERS and not HALVES.isdisjoint(t.dtype for t in eagers):
         return _compare_rounded(ours, eagers, _without_ties(made, in_floats(single)))
     return found
+
+
+def _plain(target: CompileTarget) -> CompileTarget:
+    """Return a target with one set of flags, whatever is compiled, and no rewrites."""
+    return replace(target, flag_sets=target.flag_sets[:1], candidates=(), choices=(), rewrites=())
 
 
 def _without_ties(made: SingleOpProgram, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -120,54 +125,23 @@ def _compare_rounded(
     return Verdict(RIGHT)
 
 
-def _run(vmfb: bytes, signature: Signature, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Invoke a module on the coarse-fences ABI with dense tensors, and wait for it."""
-    from iree.runtime import _binding as hal
-
-    instance, device, hal_module = _device()
-    module = hal.VmModule.copy_buffer(instance, vmfb)
-    context = hal.VmContext(instance, [hal_module, module])
-    done = hal.HalFence.create_at(device.create_semaphore(0), 1)
-    arguments = hal.VmVariantList(len(inputs) + 2)
-    for tensor in inputs:
-        arguments.push_ref(device.from_dlpack_capsule(tensor.__dlpack__()).ref)
-    arguments.push_ref(hal.HalFence(0).ref)
-    arguments.push_ref(done.ref)
-    returned = hal.VmVariantList(len(signature.outputs))
-    context.invoke(module.lookup_function(ENTRY), arguments, returned)
-    done.wait()
-    return [
-        _from_view(device, returned.get_as_object(i, hal.HalBufferView), spec)
-        for i, spec in enumerate(signature.outputs)  # what else there is keeps inputs alive
-    ]
-
-
-@cache
-def _device() -> tuple[Any, Any, Any]:
-    from iree.runtime import _binding as hal
-
-    hal.disable_leak_checker()
-    instance = hal.VmInstance()
-    device = hal.get_cached_hal_driver("local-task").create_default_device()
-    return instance, device, hal.create_hal_module(instance, device)
+def _run(
+    target: Target, vmfb: bytes, signature: Signature, inputs: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Call a module with dense tensors; return its results, and what the call has made of these."""
+    device = open_device(target)
+    executable = Executable(device, Artifact("op", vmfb, {ENTRY: EntryPoint(signature)}))
+    arguments = [device.put(tensor) for tensor in inputs]
+    results = [t.clone() for t in device.fetch(executable.functions[ENTRY](*arguments))]
+    in_order = zip(results, signature.outputs, strict=True)
+    after = [t.clone() for t in device.fetch(arguments)]
+    return [memory.permute(inverse(spec.order)) for memory, spec in in_order], after
 
 
 def _to_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor as the dense, aligned memory that crosses a region's boundary."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     return plain.permute(memory_order(tensor)).clone(memory_format=torch.contiguous_format)
-
-
-def _from_view(device: Any, view: Any, spec: TensorSpec) -> torch.Tensor:
-    """Copy a result out; IREE's integers have no sign, so that u8 and bool may come back as i8."""
-    memory = torch.utils.dlpack.from_dlpack(device.create_dlpack_capsule(view, 1, 0)).clone()
-    dtype = DTYPES[spec.dtype]
-    if memory.dtype != dtype and {memory.dtype, dtype} < _BYTES:
-        memory = memory.view(dtype)
-    return memory.permute(inverse(spec.order))
-
-
-_BYTES = {torch.int8, torch.uint8, torch.bool}
 
 
 def _short(text: str) -> str:
