@@ -8,6 +8,7 @@ so a reader sees all of it or nothing. What does not check is removed and rebuil
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -283,8 +284,14 @@ def _decompressed(data: bytes) -> bytes:
 
 
 def is_written_through(path: Path) -> bool:
-    """Say whether something is there that no other file may take the place of: a pipe, a link."""
-    return path.exists() and (path.is_symlink() or not path.is_file())
+    """Say whether something is there that no file may take the place of: a device, a pipe."""
+    return path.exists() and not os.path.isfile(os.path.realpath(path))
+
+
+def place_behind(path: Path) -> Path:
+    """Return the file that a link leads to, which is what is written; the link stays."""
+    is_followed = path.is_symlink() and not is_written_through(path)
+    return Path(os.path.realpath(path)) if is_followed else path
 
 
 def try_to_write(path: Path) -> None:
@@ -293,7 +300,11 @@ def try_to_write(path: Path) -> None:
     Raises:
         OSError: it cannot.
     """
-    folder = next(folder for folder in path.absolute().parents if folder.exists())
+    if is_written_through(path):
+        if not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return
+    folder = next(folder for folder in place_behind(path).absolute().parents if folder.exists())
     with tempfile.TemporaryFile(dir=folder):
         pass
 
@@ -313,7 +324,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 def opened_atomically(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing that is there, as a whole, when the block has ended without error.
 
-    What is a pipe, or behind a link, is written as it is.
+    What is no file, such as a pipe, is written as it is.
 
     Raises:
         OSError: it cannot be written.
@@ -322,12 +333,23 @@ def opened_atomically(path: Path) -> Iterator[BinaryIO]:
         with path.open("wb") as file:
             yield file
         return
-    name = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}"
-    handle = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask
+    with replacement(path) as name, name.open("wb") as file:
+        yield file
+
+
+@contextlib.contextmanager
+def replacement(path: Path) -> Iterator[Path]:
+    """Give an empty file that takes the place of another when the block has ended without error.
+
+    Raises:
+        OSError: it cannot be made, or not take that place.
+    """
+    place = place_behind(path)
+    name = place.with_name(f".{place.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))  # less the umask
     try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-        os.replace(name, path)
+        yield name
+        os.replace(name, place)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(name)

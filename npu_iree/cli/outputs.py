@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from lowering.cache import is_written_through, try_to_write, write_atomically
+from lowering.cache import try_to_write, write_atomically
 from npu_iree.errors import NpuIreeError, OptionError
 
 
@@ -24,8 +23,6 @@ def is_writable(path: Path) -> bool:
     """Say whether a file, and the folders above it, can be written; nothing is left of the try."""
     if path.is_dir():
         return False
-    if is_written_through(path):
-        return os.access(path, os.W_OK)
     try:
         try_to_write(path)
     except OSError:

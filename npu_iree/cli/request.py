@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lowering.cache import place_behind
 from npu_iree.cli.outputs import refuse_unwritable
 from npu_iree.errors import OptionError
 from npu_iree.targets import find_target
@@ -193,7 +194,8 @@ class CompileRequest:
 
 
 def _told(output: Path, manifest: Any) -> dict[str, Any]:
-    beside = output.parent / manifest.parameter_file if manifest.parameter_file else None
+    name = manifest.parameter_file
+    beside = place_behind(output).with_name(name) if name else None
     return {
         "output": str(output),
         "bytes": output.stat().st_size,

@@ -14,7 +14,7 @@ import torch
 from torch.export import ExportedProgram
 
 from lowering.abi import ENTRY
-from lowering.cache import try_to_write, write_atomically
+from lowering.cache import is_written_through, opened_atomically, place_behind, try_to_write
 from lowering.compiler import Compiler
 from lowering.cpu import CPU_FLAG, THIS_CPU
 from lowering.errors import ArtifactError, ExportError
@@ -113,7 +113,8 @@ def write_artifact(
         programs: by the name of their entry point, or one of them, whose is `main`; parameters of
             one name are shared.
         path: where to write it, `model.vmfb`; split parameters go to `model.irpa` or
-            `model.safetensors` beside it. Nothing is there unless all of it is.
+            `model.safetensors` beside it. Nothing is there unless all of it is. A link is
+            followed, with the parameters; what is no file is written as it is.
         options: how.
 
     Returns:
@@ -127,7 +128,7 @@ def write_artifact(
             are of no such artifact.
     """
     options.check()
-    path, compiler = Path(path), options.compiler
+    path, compiler = place_behind(Path(path)), options.compiler
     if path.is_dir() or path.suffix == f".{options.params}":
         raise ArtifactError(path, "it cannot be written: call it something.vmfb")
     beside = path.with_suffix(f".{options.params}")
@@ -149,6 +150,8 @@ def write_artifact(
             _check_embedded(made.manifest, tensors)
     else:
         name = beside.name if tensors else ""
+        if name and is_written_through(path):
+            raise ArtifactError(path, "it is no file, and has no parameters beside it: embed them")
         if name:
             _check_replaced(path, beside, tensors)
         made = compile_exports(
@@ -203,13 +206,11 @@ def write_files(
     """Write an artifact and its parameters: neither is there before both are written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".npu-iree-", dir=path.parent) as folder:
-            scratch = Path(folder)
+        with opened_atomically(path) as file:
+            file.write(artifact)
+            file.flush()
             if parameter_file:
-                save_parameters(tensors, scratch / parameter_file)
-            write_atomically(scratch / path.name, artifact)
-            for file in sorted(scratch.iterdir()):
-                os.replace(file, path.parent / file.name)
+                save_parameters(tensors, place_behind(path).with_name(parameter_file))
     except OSError as error:
         raise ArtifactError(path, f"it cannot be written: {error}") from error
 

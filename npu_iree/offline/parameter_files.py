@@ -11,7 +11,6 @@ import math
 import mmap
 import os
 import struct
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from iree.runtime import _binding as hal
 
+from lowering.cache import is_written_through, replacement
 from lowering.digest import memory_of, tensor_digest
 from lowering.dtypes import DTYPES, dtype_name
 from lowering.errors import ArtifactError
@@ -92,15 +92,14 @@ def save_parameters(tensors: Mapping[str, torch.Tensor], path: str | os.PathLike
         if not isinstance(tensor, torch.Tensor):
             raise ArtifactError(path, f"{name!r} is no tensor but of {type(tensor).__name__}")
     dense = {name: _dense(tensor) for name, tensor in _once(tensors).items()}
+    if is_written_through(path):
+        raise ArtifactError(path, "parameters are written to a file, and it is none")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".npu-iree-", dir=path.parent) as folder:
-            scratch = Path(folder) / f"parameters{path.suffix}"
-            scratch.touch()
+        with replacement(path) as scratch:
             permissions = scratch.stat().st_mode  # as for any file; the writers give fewer
             _FORMATS[path.suffix].write(dense, scratch)
             scratch.chmod(permissions)
-            os.replace(scratch, path)
     except OSError as error:
         raise ArtifactError(path, f"it cannot be written: {error}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -472,6 +473,34 @@ def test_what_cannot_be_written_is_not_compiled_first(
         (tmp_path / "taken").touch()
         with pytest.raises(npu_iree.ArtifactError, match=f"{path}.* cannot be written"):
             compiled({"main": model}, path)
+
+
+@pytest.mark.usefixtures("shared_cache")
+def test_a_link_stays_and_leads_to_what_is_written(tmp_path: Path) -> None:
+    model, latest = SmallModel(Net(), (torch.ones(2, 4),)), tmp_path / "latest.vmfb"
+    (tmp_path / "kept").mkdir()
+    latest.symlink_to("kept/v1.vmfb")
+    compiled({"main": model}, latest)
+    assert latest.is_symlink()
+    assert {p.name for p in (tmp_path / "kept").iterdir()} == {"v1.vmfb", "v1.irpa"}
+    npu_iree.load(latest.resolve())
+
+
+def test_what_is_no_file_is_written_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with open(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb") as reader:
+        build.write_files(pipe, b"an artifact", "", {})
+        assert reader.read() == b"an artifact"
+    monkeypatch.setattr(build, "compile_exports", None)
+    with pytest.raises(npu_iree.ArtifactError, match="no parameters beside it: embed them"):
+        compiled({"main": SmallModel(Net(), (torch.ones(2, 4),))}, pipe)
+    os.mkfifo(tmp_path / "pipe.irpa")
+    with pytest.raises(npu_iree.ArtifactError, match="written to a file, and it is none"):
+        npu_iree.save_parameters({}, tmp_path / "pipe.irpa")
+    assert all(p.is_fifo() for p in tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("shared_cache")
