@@ -1,9 +1,12 @@
-"""The command that runs a module of ours: of the very packages that this process has loaded."""
+"""Processes that run a module of ours: of the very packages that this process has loaded."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import IO, Any, BinaryIO
 
 # The folder is searched for the package alone: what lies beside it may have names of others.
 _RUN = """
@@ -30,3 +33,37 @@ def own_python(module: str, *args: str) -> list[str]:
     package = sys.modules[module.partition(".")[0]]
     folder = Path(str(package.__file__)).parent.parent
     return [sys.executable, "-P", "-c", _RUN, str(folder), module, *args]  # -P: see `python -h`
+
+
+def start_own(
+    module: str, *args: str, output: int | IO[bytes], **options: Any
+) -> tuple[subprocess.Popen[bytes], BinaryIO]:
+    """Start a module that answers on a pipe of its own, whose number is its first argument.
+
+    Others write to its stdout: what a `.pth` file or `sitecustomize` runs, or a library prints.
+
+    Args:
+        module: as of `own_python`.
+        args: more of the module's.
+        output: takes its stdout and stderr.
+        options: more of `subprocess.Popen`'s.
+
+    Returns:
+        The process, and the end of the pipe that is read.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    readable, writable = os.pipe()
+    answers = open(readable, "rb", buffering=0)
+    command = own_python(module, str(writable), *args)
+    try:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, pass_fds=(writable,), **options
+        )
+    except BaseException:
+        answers.close()
+        raise
+    finally:
+        os.close(writable)
+    return process, answers

@@ -1,9 +1,9 @@
 """`python -m lowering.worker`: runs lowering stages for another process, without torch.
 
-Requests and replies are frames on a pair of pipes: the lengths of a JSON head and of a body (4
-bytes each, big-endian), the head, the body. The first frame is a worker's own: it has imported the
-compilers, and is ready. A crash, a hang or an exhausted memory in here is, over
-there, an ordinary exception (`lowering/service.py`).
+Requests and replies are frames on two pipes, stdin and one whose number is the argument: the
+lengths of a JSON head and of a body (8 bytes each, big-endian), the head, the body. The first frame
+is a worker's own: it has imported the compilers, and is ready. A crash, a hang or an exhausted
+memory in here is, over there, an ordinary exception (`lowering/service.py`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ STAGES = {
 }
 OUT_OF_MEMORY = "it ran out of memory"
 _LENGTHS = struct.Struct(">QQ")
+_HEAD_BYTES = 1 << 30
 
 
 def write_frame(stream: BinaryIO, head: dict[str, Any], body: bytes = b"") -> None:
@@ -49,8 +50,11 @@ def read_frame(stream: BinaryIO) -> tuple[dict[str, Any], bytes]:
 
     Raises:
         EOFError: the other side is gone.
+        ValueError: it has sent something else.
     """
     head_size, body_size = _LENGTHS.unpack(_read(stream, _LENGTHS.size))
+    if head_size > _HEAD_BYTES:
+        raise ValueError(f"no head is of {head_size} bytes")
     return json.loads(_read(stream, head_size)), _read(stream, body_size)
 
 
@@ -64,12 +68,12 @@ def _read(stream: BinaryIO, size: int) -> bytes:
     return bytes(data)
 
 
-def main() -> None:
-    """Serve requests until the other side closes its pipe."""
+def main(descriptor: int) -> None:
+    """Serve requests, with answers to a descriptor, until the other side closes its pipe."""
     die_with_parent()
+    os.set_inheritable(descriptor, False)  # a linker that goes on must not keep it open
     requests = io.FileIO(os.dup(0), "rb")
-    replies = io.FileIO(os.dup(1), "wb")
-    os.dup2(2, 1)  # a compiler that prints must not write into the frames
+    replies = io.FileIO(descriptor, "wb")
     _load_compilers()
     with contextlib.suppress(EOFError, BrokenPipeError):
         write_frame(replies, {"ready": True})
@@ -150,4 +154,4 @@ def _commit_fault(fault: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import IO, Any, BinaryIO, cast
 
 from lowering.errors import WorkerStartError
-from lowering.own_python import own_python
+from lowering.own_python import start_own
 from lowering.worker import read_frame, write_frame
 
 _SIGNALS = {s.value: s.name for s in signal.Signals}
@@ -35,18 +35,16 @@ class WorkerProcess:
 
     def __init__(self) -> None:
         self._stderr = _open_scratch()
-        self._process = subprocess.Popen(
-            own_python("lowering.worker"),
+        self._process, self._replies = start_own(
+            "lowering.worker",
+            output=self._stderr,
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
             bufsize=0,  # see `write_frame`
             start_new_session=True,  # Ctrl-C is for the process that asked
         )
         self.served = 0
         self._is_ready = False
         self._requests = cast(BinaryIO, self._process.stdin)
-        self._replies = cast(BinaryIO, self._process.stdout)
 
     def await_ready(self) -> None:
         """Wait until the worker has imported the compilers: no stage's time, so before the first.
@@ -108,6 +106,8 @@ class WorkerProcess:
             return read_frame(self._replies)
         except EOFError as error:
             raise WorkerCrashError(self._last_words()) from error
+        except ValueError as error:
+            raise WorkerCrashError(f"the compiler's answer makes no sense: {error}") from error
 
     def _last_words(self) -> str:
         code = self._process.wait()

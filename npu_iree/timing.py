@@ -1,4 +1,4 @@
-"""`python -m npu_iree.timing FOLDER SECONDS NAME...`: run modules of one program, and time them.
+"""`npu_iree.timing DESCRIPTOR FOLDER SECONDS NAME...`: run modules of one program, and time them.
 
 A process of its own, so that a module that crashes or hangs costs one candidate of a tuning
 (`npu_iree.tuning`). It reads `program.json` and `NAME.vmfb`, and answers with JSON lines: `begin`
@@ -11,7 +11,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from npu_iree.tolerances import largest_difference, tolerance
 LEAST_ROUNDS, MOST_ROUNDS = 8, 200
 HOPELESS = 1.5  # what takes so many times the default's time in its first rounds is left alone
 _ROUND_S = 0.005  # of each side; a shorter call is repeated
+Answer = Callable[..., object]
 Values = dict[str, list[torch.Tensor | int | float | bool]]
 
 
@@ -200,14 +201,8 @@ def _lower_quartile(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 4]
 
 
-def answer(**row: object) -> None:
-    """Tell one thing to whoever started this process."""
-    sys.stdout.write(json.dumps(row) + "\n")
-    sys.stdout.flush()
-
-
-def run(folder: Path, names: Sequence[str], budget_s: float) -> None:
-    """Check and time modules against the default, one after the other."""
+def run(folder: Path, names: Sequence[str], budget_s: float, answer: Answer) -> None:
+    """Check and time modules against the default, one after the other; tell what is found."""
     program = SyntheticProgram.from_json(json.loads((folder / "program.json").read_text()))
     device = open_device(program.target)
     answer(begin=DEFAULT)
@@ -223,7 +218,7 @@ def run(folder: Path, names: Sequence[str], budget_s: float) -> None:
     for name in names:
         if name != DEFAULT:
             answer(begin=name)
-            _try(device, program, folder, name, default, expected, budget_s)
+            _try(device, program, folder, name, default, expected, budget_s, answer)
 
 
 def _try(
@@ -234,6 +229,7 @@ def _try(
     default: Runnable,
     expected: Sequence[torch.Tensor],
     budget_s: float,
+    answer: Answer,
 ) -> None:
     try:
         candidate = Runnable(device, program, (folder / f"{name}.vmfb").read_bytes())
@@ -265,5 +261,16 @@ def _spec(row: Mapping[str, Any]) -> TensorSpec | ScalarSpec:
     return TensorSpec(row["dtype"], tuple(row["shape"]), tuple(row["order"]))
 
 
+def main(descriptor: str, folder: str, budget_s: str, *names: str) -> None:
+    """Run modules, and write what is found to a descriptor."""
+    with open(int(descriptor), "w", buffering=1) as answers:  # 1: line by line
+        run(
+            Path(folder),
+            names,
+            float(budget_s),
+            lambda **row: answers.write(f"{json.dumps(row)}\n"),
+        )
+
+
 if __name__ == "__main__":
-    run(Path(sys.argv[1]), sys.argv[3:], float(sys.argv[2]))
+    main(*sys.argv[1:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import select
 import subprocess
@@ -17,7 +18,7 @@ import torch
 from torch import fx
 
 from lowering.cache import Entry
-from lowering.own_python import own_python
+from lowering.own_python import start_own
 from lowering.program import Program
 from lowering.region import Region, value_spec
 from lowering.signature import TensorSpec
@@ -25,6 +26,7 @@ from lowering.sizes import size_hint
 from lowering.tuning import DEFAULT, Trial, Tuning
 from npu_iree.targets import Target
 
+log = logging.getLogger(__name__)
 BUDGET_S = {"quick": 1.0, "full": 3.0}  # of timing a candidate, beyond the least rounds
 _NOISE = 0.02  # what two copies of a module may be apart at least
 _SILENCE_S = 120.0  # after which a module hangs
@@ -47,12 +49,16 @@ class DeviceMeasure:
         self, program: Program, modules: Mapping[str, Entry], level: str
     ) -> tuple[dict[str, Trial], float]:
         """Return a trial for each module, and the noise of the measurement."""
-        with tempfile.TemporaryDirectory(prefix="npu-iree-") as scratch, _ALONE:
-            folder = Path(scratch)
-            (folder / "program.json").write_text(json.dumps(_described(program, self.target)))
-            for name, entry in modules.items():
-                (folder / f"{name}.vmfb").write_bytes(entry.vmfb)
-            rows = self._rows(folder, list(modules), BUDGET_S[level])
+        try:
+            with tempfile.TemporaryDirectory(prefix="npu-iree-") as scratch, _ALONE:
+                folder = Path(scratch)
+                (folder / "program.json").write_text(json.dumps(_described(program, self.target)))
+                for name, entry in modules.items():
+                    (folder / f"{name}.vmfb").write_bytes(entry.vmfb)
+                rows = self._rows(folder, list(modules), BUDGET_S[level])
+        except OSError as error:  # no place for files, or no more processes
+            log.warning("the default settings are taken, as nothing can be measured: %s", error)
+            rows = {name: {"problem": f"it cannot be measured: {error}"} for name in modules}
         trials = {name: Trial(name=name, flags=(), **row) for name, row in rows.items()}
         default = trials[DEFAULT]
         if default.ratio is None or default.worst_ratio is None:
@@ -83,16 +89,15 @@ def _answers(
     folder: Path, names: Sequence[str], budget_s: float, silence_s: float
 ) -> Iterator[dict[str, Any]]:
     """Start `npu_iree.timing`, and give its answers; the last is empty if it fell silent."""
-    command = own_python("npu_iree.timing", str(folder), str(budget_s), *names)
-    pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    with subprocess.Popen(command, stdin=null, stdout=pipe, stderr=null) as process:
-        assert process.stdout is not None
+    null, args = subprocess.DEVNULL, (str(folder), str(budget_s), *names)
+    process, answers = start_own("npu_iree.timing", *args, output=null, stdin=null)
+    with process, answers:
         try:
             poll, rest = select.poll(), b""  # `select.select` takes no descriptor above 1023
-            poll.register(process.stdout, select.POLLIN)
+            poll.register(answers, select.POLLIN)
             while poll.poll(silence_s * 1e3):
                 # Not line by line: of those that Python has read ahead, `poll` knows nothing.
-                if not (found := os.read(process.stdout.fileno(), 1 << 16)):
+                if not (found := os.read(answers.fileno(), 1 << 16)):
                     return
                 *lines, rest = (rest + found).split(b"\n")
                 yield from map(json.loads, lines)

@@ -25,8 +25,8 @@ import torch
 from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed
 
+from lowering import own_python
 from lowering import service as service_module
-from lowering import worker_process
 from lowering.bisect import Diagnosis, diagnose
 from lowering.denials import DenialRecord
 from lowering.errors import CancelledError, StageError, WorkerStartError
@@ -253,16 +253,23 @@ def test_a_worker_that_reads_nothing_is_ended(service: CompileService) -> None:
     assert worker_pids() <= before
 
 
-def test_a_worker_that_stops_within_its_answer_is_ended(
+def test_a_worker_that_stops_within_its_answer_or_answers_nonsense_is_ended(
     service: CompileService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = json.dumps({"ready": True}).encode()
     ready = _LENGTHS.pack(len(head), 0) + head
-    script = f"import os; os.write(1, {ready!r} + b'half')\nwhile os.read(0, 4096): pass"
-    command = [sys.executable, "-c", script]
-    monkeypatch.setattr(worker_process, "own_python", lambda _: command)
-    with pytest.raises(StageError, match="did not end within"):
+    script = "import os, sys\nos.write(int(sys.argv[1]), {!r})\nwhile os.read(0, 4096): pass"
+
+    def lower_by_one_that_answers(answer: bytes) -> None:
+        command = (sys.executable, "-c", script.format(ready + answer))
+        monkeypatch.setattr(own_python, "own_python", lambda _, *args: [*command, *args])
+        service.close()
         lower(service, time_s=2)
+
+    with pytest.raises(StageError, match="did not end within"):
+        lower_by_one_that_answers(b"half")
+    with pytest.raises(StageError, match=r"answer makes no sense: no head is of \d+ bytes"):
+        lower_by_one_that_answers(b"something else than a frame")
 
 
 def test_a_worker_that_has_used_up_its_memory_goes_on(service: CompileService) -> None:
@@ -340,10 +347,12 @@ def test_a_forked_process_has_workers_of_its_own() -> None:
 
 @pytest.fixture
 def slow_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Let the interpreter of a worker wait for a pipe to be opened before it imports anything."""
+    """Let the interpreter of a worker wait for a pipe to be opened, and say so on its stdout."""
     gate = tmp_path / "gate"
     os.mkfifo(gate)
-    (tmp_path / "sitecustomize.py").write_text(f"open({str(gate)!r}).close()")
+    (tmp_path / "sitecustomize.py").write_text(
+        f"open({str(gate)!r}).close()\nprint('opened', flush=True)"
+    )
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     )

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import npu_iree
+from lowering import own_python
 from lowering.build import Builder
 from lowering.cache import ArtifactCache, Entry
 from lowering.program import Program
@@ -181,10 +182,31 @@ class _OnePiece:
 
 
 def test_what_came_in_one_piece_is_read_before_the_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    says = 'import os, signal; os.write(1, b\'{"a": 1}\\n{"b": 2}\\n{"c"\'); signal.pause()'
-    monkeypatch.setattr(tuning, "own_python", lambda *_: [sys.executable, "-c", says])
+    says = (
+        "import os, signal, sys\n"
+        "print('hello', flush=True)\n"
+        "os.write(int(sys.argv[1]), b'{\"a\": 1}\\n{\"b\": 2}\\n{\"c\"')\n"
+        "signal.pause()\n"
+    )
+    command = (sys.executable, "-c", says)
+    monkeypatch.setattr(own_python, "own_python", lambda _, *args: [*command, *args])
     monkeypatch.setattr(tuning.select, "poll", _OnePiece)
     assert list(tuning._answers(Path(), [], 0, silence_s=60)) == [{"a": 1}, {"b": 2}, {}]
+
+
+def test_where_nothing_can_be_written_the_default_is_taken(
+    compile_function: Callable[..., Runner],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runner = compile_function(torch.relu, torch.randn(8))
+    (region,) = runner.plan.regions.values()
+    modules = {name: Entry({}, (), b"", "") for name in (DEFAULT, "other")}
+    monkeypatch.setattr(tuning.tempfile, "tempdir", "/nowhere")
+    trials, noise = DeviceMeasure(NPU_LOCAL)(Program.of(region), modules, "quick")
+    assert all("cannot be measured" in trial.problem for trial in trials.values())
+    assert not any(trial.wins(noise) for trial in trials.values())
+    assert "the default settings are taken" in caplog.text
 
 
 def test_results_that_tell_nothing_choose_nothing(compile_function: Callable[..., Runner]) -> None:
