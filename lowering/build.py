@@ -20,6 +20,7 @@ from lowering.program import Program
 from lowering.region import Region
 from lowering.target import CompileTarget
 from lowering.tuning import Tuning
+from lowering.worker import allowed_memory
 
 log = logging.getLogger(__name__)
 _COUNTING = threading.Lock()
@@ -95,7 +96,7 @@ class Builder:
     def limits(self) -> str:
         """What a stage may take, as denials name it."""
         limits = self.toolchain.limits
-        return f"{limits.time_s:g} s, {limits.memory_bytes} bytes"
+        return f"{limits.time_s:g} s, {allowed_memory(limits.memory_bytes)} bytes"
 
     def attempt(self, region: Region, dump: Path | None) -> StageError | None:
         """Compile a region only to see how it fails; None means that it does not."""
@@ -150,7 +151,7 @@ class Builder:
                     "%s: no entry; the nearest differs in %s", program.name, self.cache.nearest(key)
                 )
             built = self._make(program, dump, key)
-            if isinstance(built, Entry):
+            if isinstance(built, Entry) and built.is_lasting:
                 self.cache.store(key, built)
             return built
 
@@ -185,7 +186,14 @@ class Builder:
         if module.refused:
             self._count("refused_flags", module.refused)
         parts = key.parts if key else {}
-        return Entry(parts, module.flags, module.vmfb, module.source, module.cpu_features)
+        return Entry(
+            parts,
+            module.flags,
+            module.vmfb,
+            module.source,
+            module.cpu_features,
+            is_lasting=module.is_lasting,
+        )
 
     def _count(self, name: str, number: int) -> None:
         with _COUNTING:

@@ -53,6 +53,7 @@ class Entry:
         source: the program in the torch dialect, to compile it again.
         cpu_features: what a CPU must have to run it.
         tuning: how the flags were chosen, if they were measured (`lowering.tuning`).
+        is_lasting: whether a cache keeps it; another try may well give better flags.
     """
 
     parts: Mapping[str, str]
@@ -61,6 +62,7 @@ class Entry:
     source: str
     cpu_features: tuple[str, ...] = ()
     tuning: Mapping[str, Any] | None = None
+    is_lasting: bool = True
 
     @property
     def options(self) -> CompileOptions:

@@ -127,15 +127,23 @@ class StageError(NpuIreeError):
         diagnostics: what the compiler said, without its stack.
         repro: folder with the input of the stage and a `repro.sh`, if dumping was on.
         timed_out: whether it was ended because its time was over.
+        was_killed: whether somebody else ended it: it may well not fail another time.
     """
 
     def __init__(
-        self, stage: str, diagnostics: str, repro: Path | None = None, *, timed_out: bool = False
+        self,
+        stage: str,
+        diagnostics: str,
+        repro: Path | None = None,
+        *,
+        timed_out: bool = False,
+        was_killed: bool = False,
     ) -> None:
         self.stage = stage
         self.diagnostics = diagnostics.strip()
         self.repro = repro
         self.timed_out = timed_out
+        self.was_killed = was_killed
         hint = (
             f"Repeat it with: bash {repro / 'repro.sh'}"
             if repro

@@ -87,21 +87,21 @@ class Healer:
         with _scratch() as folder:
             trials = _Trials(self, folder)
             found = diagnose(segment.nodes, error, trials.attempt)
-            denials = []
+            denials: list[tuple[Denial, StageError]] = []
             for node, failure in found.blamed.items():
                 healed.failed[node] = failure.summary
                 if node.target is not operator.getitem:
-                    denials.append(self._deny(node, failure, trials))
+                    denials.append((self._deny(node, failure, trials), failure))
         self._builder.counts["healed_ops"] += len(denials)
         if denials:
-            listed = "\n  ".join(map(str, denials))
+            listed = "\n  ".join(str(denial) for denial, _ in denials)
             log.warning("the compiler refused ops, which run on the host now:\n  %s", listed)
         if found.parts:
             healed.keep_apart(found.parts)
-            denials.append(self._deny_together(segment, error, found.parts))
-        _TOLD.update(denial.program for denial in denials)
+            denials.append((self._deny_together(segment, error, found.parts), error))
+        _TOLD.update(denial.program for denial, _ in denials)
         if self._denials is not None:
-            self._denials.add(denials)
+            self._denials.add([denial for denial, why in denials if not why.was_killed])
 
     @functools.cached_property
     def _is_futile(self) -> bool:

@@ -55,7 +55,7 @@ def start_own(
         OSError: it cannot be started.
     """
     readable, writable = os.pipe()
-    answers = open(readable, "rb", buffering=0)
+    answers = os.fdopen(readable, "rb", buffering=0)
     command = own_python(module, str(writable), *args)
     try:
         process = subprocess.Popen(

@@ -66,6 +66,7 @@ class CompiledModule:
         source: the program in the torch dialect, from which it can be compiled again.
         cpu_features: what a CPU must have to run it (`lowering.cpu`).
         refused: how many flag sets, which would have been better, the compiler refused or died of.
+        is_lasting: whether the compiler would end so again: nobody has killed it.
     """
 
     vmfb: bytes
@@ -73,6 +74,7 @@ class CompiledModule:
     source: str
     cpu_features: tuple[str, ...] = ()
     refused: int = 0
+    is_lasting: bool = True
 
 
 def compile_program(
@@ -106,6 +108,7 @@ def compile_program(
     options = options_for(program, flag_sets[0] if flag_sets else (), toolchain)
     torch_asm = run_stage(ATEN_TO_TORCH, graphs, options, toolchain, dump)
     linalg_asm = run_stage(TORCH_TO_LINALG, torch_asm, options, toolchain, dump)
+    was_killed = False
     for i, flag_set in enumerate(flag_sets):
         options = replace(options, flags=flag_set)
         try:
@@ -113,12 +116,14 @@ def compile_program(
             vmfb = run_stage(FLOW_TO_VMFB, flow_asm, options, toolchain, dump)
         except StageError as error:
             others = flag_sets[i + 1 :]
+            error.was_killed = was_killed = was_killed or error.was_killed
             if not others or error.timed_out or _is_of_all(error, others):
                 raise
             number = f"{i + 1} of {len(flag_sets)}"
             log.info("%s: flag set %s failed: %s", program.name, number, error)
             continue
-        return CompiledModule(vmfb, flag_set, torch_asm, required_features(flow_asm), refused=i)
+        features = required_features(flow_asm)
+        return CompiledModule(vmfb, flag_set, torch_asm, features, i, is_lasting=not was_killed)
     raise StageError(LINALG_TO_FLOW.name, f"target {target.name!r} lists no flag sets")
 
 
@@ -227,7 +232,9 @@ def run_stage(
         raise
     except StageError as error:
         text = _first_lines(error.diagnostics)
-        raise StageError(stage.name, text, dump, timed_out=error.timed_out) from error
+        raise StageError(
+            stage.name, text, dump, timed_out=error.timed_out, was_killed=error.was_killed
+        ) from error
     except WorkerStartError:  # that says nothing of the program
         raise
     except Exception as error:

@@ -20,9 +20,15 @@ from lowering.cpu import CPU_FLAG
 from lowering.errors import CancelledError, FlagError, StageError, WorkerStartError
 from lowering.stages import CompileOptions
 from lowering.worker import OUT_OF_MEMORY
-from lowering.worker_process import WorkerCrashError, WorkerProcess, WorkerTimeoutError
+from lowering.worker_process import (
+    WorkerCrashError,
+    WorkerKilledError,
+    WorkerProcess,
+    WorkerTimeoutError,
+)
 
 _CPUS = re.compile(r"^Unknown CPU for .*\nList of accepted CPUs: (.*)", re.MULTILINE)
+_KILLS = 2  # so often the worker of a request may be killed
 _STARTS = 3  # so often a worker may end before it is ready, until there is no more trying
 
 
@@ -152,7 +158,9 @@ class CompileService:
                 asked = [flag for flag in options.flags if flag.startswith(CPU_FLAG)]
                 text = f"{' '.join(asked)}: there is no such CPU. There are: {accepted[1]}"
                 raise FlagError(stage, text, options.flags) from error
-            raise StageError(stage, _with_limit(str(error), limits)) from error
+            was_killed = isinstance(error, WorkerKilledError)
+            text = _with_limit(str(error), limits)
+            raise StageError(stage, text, was_killed=was_killed) from error
         if "flags" in reply:
             raise FlagError(stage, reply["error"], reply["flags"])
         if "error" in reply:
@@ -162,11 +170,12 @@ class CompileService:
     def _ask(
         self, head: dict[str, Any], body: bytes, time_s: float, cancelled: threading.Event | None
     ) -> tuple[Any, bytes]:
-        """Send a request; one that a used worker died of is sent once more, to a fresh one.
+        """Send a request; what may not be the program's fault gets another try, by a fresh worker.
 
-        The worker may have been dying already, of what is not the program's fault.
+        A used worker may have been dying already; and one that was killed is nobody's fault, but
+        for who is killed twice.
         """
-        starts = 0
+        starts = kills = 0
         while True:
             was_used = False
             try:
@@ -180,6 +189,10 @@ class CompileService:
                     raise
             except WorkerTimeoutError:
                 raise
+            except WorkerKilledError:
+                kills += 1
+                if kills == _KILLS:
+                    raise
             except WorkerCrashError:
                 if not was_used:
                     raise

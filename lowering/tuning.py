@@ -6,6 +6,7 @@ How a program is measured is the caller's: `lowering` opens no device.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,8 @@ from lowering.key import named_files
 from lowering.pipeline import Toolchain, compile_source
 from lowering.program import Program
 from lowering.target import Candidate, CompileTarget, FlagSet
+
+log = logging.getLogger(__name__)
 
 DEFAULT = "default"
 LEVELS = ("quick", "full")
@@ -112,7 +115,11 @@ class Measure(Protocol):
     def __call__(
         self, program: Program, modules: Mapping[str, Entry], level: str
     ) -> tuple[dict[str, Trial], float]:
-        """Return a trial for each module, and how far two copies of the first are apart."""
+        """Return a trial for each module, and how far two copies of the first are apart.
+
+        Raises:
+            OSError: there is no place for files, or there can be no more processes.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +174,11 @@ class Tuning:
             else:
                 trials[candidate.name] = trial
                 modules[candidate.name] = replace(default, flags=candidate.flags, vmfb=built)
-        measured, noise = self.measure(program, modules, self.level)
+        try:
+            measured, noise = self.measure(program, modules, self.level)
+        except OSError as error:
+            log.warning("the default settings are taken, as nothing can be measured: %s", error)
+            return replace(default, is_lasting=False)
         for name, found in measured.items():
             known = trials[name]
             trials[name] = replace(found, flags=known.flags, compile_ms=known.compile_ms)

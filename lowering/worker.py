@@ -119,10 +119,15 @@ def _stage(name: str) -> Stage:
     return stage
 
 
+def allowed_memory(limit_bytes: int) -> int:
+    """Return how much address space a process may have under a limit: `ulimit -v` is another."""
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    return limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
+
+
 def _limit_memory(limit_bytes: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = limit_bytes if hard == resource.RLIM_INFINITY else min(limit_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (allowed_memory(limit_bytes), hard))
 
 
 def die_with_parent() -> None:

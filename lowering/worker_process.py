@@ -26,6 +26,10 @@ class WorkerCrashError(Exception):
     """A worker ended, or had to be ended, before it answered."""
 
 
+class WorkerKilledError(WorkerCrashError):
+    """A worker was killed by somebody else, such as Linux where memory is short."""
+
+
 class WorkerTimeoutError(WorkerCrashError):
     """A worker had to be ended because its time was over."""
 
@@ -64,7 +68,8 @@ class WorkerProcess:
         """Send a request and wait for its answer.
 
         Raises:
-            WorkerCrashError: there is no answer, or not in time; the worker is gone.
+            WorkerCrashError: there is no answer, or not in time, or it makes no sense; a worker
+                that is not gone has to be ended.
         """
         self.served += 1
         self._stderr.seek(0)
@@ -73,7 +78,7 @@ class WorkerProcess:
             try:
                 write_frame(self._requests, head, body)
             except BrokenPipeError as error:
-                raise WorkerCrashError(self._last_words()) from error
+                raise self._end_of_worker() from error
             return self._receive()
 
     @contextlib.contextmanager
@@ -105,17 +110,19 @@ class WorkerProcess:
         try:
             return read_frame(self._replies)
         except EOFError as error:
-            raise WorkerCrashError(self._last_words()) from error
+            raise self._end_of_worker() from error
         except ValueError as error:
             raise WorkerCrashError(f"the compiler's answer makes no sense: {error}") from error
 
-    def _last_words(self) -> str:
+    def _end_of_worker(self) -> WorkerCrashError:
+        """Wait until the process has ended, and say how."""
         code = self._process.wait()
         how = f"died of {_SIGNALS.get(-code, -code)}" if code < 0 else f"ended with code {code}"
         self._stderr.seek(0)
         said = self._stderr.read()[-_STDERR_TAIL_BYTES:].decode(errors="replace")
         lines = [line for line in said.splitlines() if _is_diagnostic(line)]
-        return "\n".join([f"the compiler {how}", *lines[:6]])
+        kind = WorkerKilledError if code == -signal.SIGKILL else WorkerCrashError
+        return kind("\n".join([f"the compiler {how}", *lines[:6]]))
 
     def is_fit(self) -> bool:
         """Say whether the process is there to be asked, and not too old."""

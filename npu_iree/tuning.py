@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import select
 import subprocess
@@ -26,7 +25,6 @@ from lowering.sizes import size_hint
 from lowering.tuning import DEFAULT, Trial, Tuning
 from npu_iree.targets import Target
 
-log = logging.getLogger(__name__)
 BUDGET_S = {"quick": 1.0, "full": 3.0}  # of timing a candidate, beyond the least rounds
 _NOISE = 0.02  # what two copies of a module may be apart at least
 _SILENCE_S = 120.0  # after which a module hangs
@@ -48,17 +46,17 @@ class DeviceMeasure:
     def __call__(
         self, program: Program, modules: Mapping[str, Entry], level: str
     ) -> tuple[dict[str, Trial], float]:
-        """Return a trial for each module, and the noise of the measurement."""
-        try:
-            with tempfile.TemporaryDirectory(prefix="npu-iree-") as scratch, _ALONE:
-                folder = Path(scratch)
-                (folder / "program.json").write_text(json.dumps(_described(program, self.target)))
-                for name, entry in modules.items():
-                    (folder / f"{name}.vmfb").write_bytes(entry.vmfb)
-                rows = self._rows(folder, list(modules), BUDGET_S[level])
-        except OSError as error:  # no place for files, or no more processes
-            log.warning("the default settings are taken, as nothing can be measured: %s", error)
-            rows = {name: {"problem": f"it cannot be measured: {error}"} for name in modules}
+        """Return a trial for each module, and the noise of the measurement.
+
+        Raises:
+            OSError: there is no place for files, or there can be no more processes.
+        """
+        with tempfile.TemporaryDirectory(prefix="npu-iree-") as scratch, _ALONE:
+            folder = Path(scratch)
+            (folder / "program.json").write_text(json.dumps(_described(program, self.target)))
+            for name, entry in modules.items():
+                (folder / f"{name}.vmfb").write_bytes(entry.vmfb)
+            rows = self._rows(folder, list(modules), BUDGET_S[level])
         trials = {name: Trial(name=name, flags=(), **row) for name, row in rows.items()}
         default = trials[DEFAULT]
         if default.ratio is None or default.worst_ratio is None:

@@ -281,6 +281,7 @@ def _entry(compiler: Compiler, region: Region, name: str) -> Entry:
         reason=built.summary,
         limits=limits,
     )
-    if compiler.denials is not None and not refuses_everything(compiler.builder):
-        compiler.denials.add([denial])
+    denials = None if built.was_killed else compiler.denials
+    if denials is not None and not refuses_everything(compiler.builder):
+        denials.add([denial])
     raise NoKernelError(built.summary)

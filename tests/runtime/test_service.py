@@ -8,6 +8,7 @@ import logging
 import math
 import operator
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -25,23 +27,26 @@ import torch
 from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed
 
-from lowering import own_python
+from lowering import own_python, pipeline
 from lowering import service as service_module
 from lowering.bisect import Diagnosis, diagnose
+from lowering.cache import ArtifactCache
 from lowering.denials import DenialRecord
 from lowering.errors import CancelledError, StageError, WorkerStartError
 from lowering.heal import _split
+from lowering.program import Program
 from lowering.service import CompileService, Limits
 from lowering.stages import CompileOptions
 from lowering.worker import _LENGTHS
 from npu_iree import OptionError, aot_cache, toolchain
+from npu_iree.options import Options
 from npu_iree.settings import Settings
 from programs import cases
 from programs.cases import is_right
 from programs.launch import finish, processes_with, release, run, start, start_together, wait_until
 
 STAGES = ("torch-to-linalg", "linalg-to-flow", "flow-to-vmfb")
-KINDS = ("abort", "segv", "kill", "hang", "memory", "error")
+KINDS = ("abort", "segv", "hang", "memory", "error")
 LIMITS = {"compile_time_limit_s": 4.0, "compile_memory_limit_bytes": 2 << 30}
 OP = "aten.tanh.default"
 DEFAULT_RUN = [("hang", "flow-to-vmfb"), ("memory", "flow-to-vmfb")]  # others, below, by a worker
@@ -103,7 +108,7 @@ def test_a_failing_worker_sends_one_op_to_the_host_once(
 @pytest.mark.sweep
 def test_processes_that_fail_at_once_end_well_and_the_next_does_not_ask(tmp_path: Path) -> None:
     cache = {"NPU_IREE_CACHE": str(tmp_path)}
-    faulty = {"NPU_IREE_FAULT": fault("torch-to-linalg", "kill"), **cache}
+    faulty = {"NPU_IREE_FAULT": fault("torch-to-linalg", "segv"), **cache}
     processes = start_together([("cases", "mixed")] * 2, **faulty)
     release(processes)
     for process in processes:
@@ -141,6 +146,47 @@ def test_a_fault_that_is_gone_leaves_the_op_on_the_device(
     counts.clear()
     assert is_right("mixed")  # without a cache there is no record
     assert (counts["healed_ops"], counts["host_ops"]) == (0, 0)
+
+
+def test_an_op_whose_compiler_was_killed_is_asked_again_by_the_next_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, counts: Counter[str]
+) -> None:
+    monkeypatch.setattr(service_module, "_KILLS", 1)
+    monkeypatch.setenv("NPU_IREE_CACHE", str(tmp_path))
+    monkeypatch.setenv("NPU_IREE_FAULT", fault("torch-to-linalg", "kill"))
+    torch.compile(torch.tanh, backend="npu_iree")(torch.ones(3))
+    assert counts["healed_ops"] == 1
+    assert not (tmp_path / "denials.json").exists()
+
+
+def test_flags_that_are_taken_as_the_compiler_was_killed_are_not_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compile_function: Callable[..., Any]
+) -> None:
+    (region,) = compile_function(torch.tanh, torch.ones(3)).plan.regions.values()
+    builder = toolchain.compiler_for(Options()).builder
+    builder = replace(builder, cache=ArtifactCache(tmp_path))
+    killed, product = list[str](), pipeline._product
+
+    def killed_once(stage: Any, *args: Any) -> Any:
+        if stage.name == "flow-to-vmfb" and not killed:
+            killed.append(stage.name)
+            raise StageError(stage.name, "the compiler died of SIGKILL", was_killed=True)
+        return product(stage, *args)
+
+    monkeypatch.setattr(pipeline, "_product", killed_once)
+    flags = builder.target.flag_sets_for(Program.of(region).traits)
+    assert builder.program(Program.of(region)).flags == flags[1]
+    assert builder.program(Program.of(region)).flags == flags[0]
+    assert len([*builder.cache.entries()]) == 1
+
+
+def test_what_was_refused_is_asked_again_under_another_ulimit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    builder = toolchain.compiler_for(Options()).builder
+    before = builder.limits
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 30, 1 << 30))
+    assert builder.limits != before
 
 
 def test_where_everything_is_refused_no_op_is_blamed(
@@ -225,12 +271,16 @@ def test_a_worker_comes_up_while_a_new_graph_is_traced(
 
 
 def test_a_dead_worker_is_replaced_by_a_new_one(service: CompileService) -> None:
-    for died, (kind, name) in enumerate([("abort", "ABRT"), ("segv", "SEGV"), ("kill", "KILL")]):
+    for started, (kind, name) in enumerate([("abort", "ABRT"), ("segv", "SEGV")], start=1):
         with pytest.raises(StageError, match=f"died of SIG{name}"):
             lower(service, kind)
-        assert service.started == died + 1
+        assert service.started == started
+    with pytest.raises(StageError, match="died of SIGKILL") as raised:
+        lower(service, "kill")
+    assert raised.value.was_killed
+    assert service.started == 4, "one that is killed gets another try"
     assert b"linalg" in lower(service)
-    assert service.started == 4
+    assert service.started == 5
 
 
 def test_a_worker_that_hangs_is_ended(service: CompileService) -> None:

@@ -18,6 +18,7 @@ import npu_iree
 from lowering import own_python
 from lowering.build import Builder
 from lowering.cache import ArtifactCache, Entry
+from lowering.pipeline import Toolchain
 from lowering.program import Program
 from lowering.service import Fault
 from lowering.target import Candidate, CompileTarget
@@ -185,7 +186,7 @@ def test_what_came_in_one_piece_is_read_before_the_silence(monkeypatch: pytest.M
     says = (
         "import os, signal, sys\n"
         "print('hello', flush=True)\n"
-        "os.write(int(sys.argv[1]), b'{\"a\": 1}\\n{\"b\": 2}\\n{\"c\"')\n"
+        'os.write(int(sys.argv[1]), b\'{"a": 1}\\n{"b": 2}\\n{"c"\')\n'
         "signal.pause()\n"
     )
     command = (sys.executable, "-c", says)
@@ -194,18 +195,18 @@ def test_what_came_in_one_piece_is_read_before_the_silence(monkeypatch: pytest.M
     assert list(tuning._answers(Path(), [], 0, silence_s=60)) == [{"a": 1}, {"b": 2}, {}]
 
 
-def test_where_nothing_can_be_written_the_default_is_taken(
+def test_where_nothing_can_be_written_the_default_is_taken_and_not_kept(
     compile_function: Callable[..., Runner],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    runner = compile_function(torch.relu, torch.randn(8))
-    (region,) = runner.plan.regions.values()
-    modules = {name: Entry({}, (), b"", "") for name in (DEFAULT, "other")}
+    (region,) = compile_function(torch.relu, torch.randn(8)).plan.regions.values()
+    default, nothing_else = Entry({}, (), b"", ""), vendor().compile
     monkeypatch.setattr(tuning.tempfile, "tempdir", "/nowhere")
-    trials, noise = DeviceMeasure(NPU_LOCAL)(Program.of(region), modules, "quick")
-    assert all("cannot be measured" in trial.problem for trial in trials.values())
-    assert not any(trial.wins(noise) for trial in trials.values())
+    made = Tuning(level="quick", measure=DeviceMeasure(NPU_LOCAL)).tuned(
+        Program.of(region), default, nothing_else, Toolchain()
+    )
+    assert made == replace(default, is_lasting=False)
     assert "the default settings are taken" in caplog.text
 
 
