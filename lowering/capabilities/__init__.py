@@ -160,6 +160,8 @@ def _table(source: str, table: Mapping[str, Any]) -> Capabilities:
     Raises:
         ValueError: it says what we do not understand.
     """
+    if not table:
+        raise ValueError("it is empty: there are [ops], [host] and [[limits]]")
     _refuse_unknown("section", table, ("ops", "host", "limits"))
     for section, kind in (("ops", dict), ("host", dict), ("limits", list)):
         if not isinstance(table.get(section, kind()), kind):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import platform
 import signal
+import sys
 from typing import Annotated, NoReturn
 
 import typer
@@ -95,17 +97,26 @@ def demo(
     run_demo(console, target, layers)
 
 
+class _SignalledError(BaseException):
+    """Somebody ends the process; not `SystemExit`, which is also what a user's model may raise."""
+
+
 def _end(number: int, frame: object) -> NoReturn:
-    """End as after an error, with the exit code of a shell: what is half written goes."""
-    raise SystemExit(128 + number)
+    """End as after an error: what is half written goes."""
+    raise _SignalledError(number)
 
 
 def main() -> None:
     """Run the command line; an error is one clear message and an exit code by its kind."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what its encoding has not is a `?`
+            stream.reconfigure(errors="replace")
     with contextlib.suppress(ValueError):  # not the main thread
         signal.signal(signal.SIGTERM, _end)
     try:
         app()
+    except _SignalledError as error:
+        raise SystemExit(128 + error.args[0]) from error  # as a shell has it
     except TOLD as error:
         Console(stderr=True).print(
             "[bold red]error:[/]", escape(str(error)), highlight=False, soft_wrap=True

@@ -21,6 +21,7 @@ from lowering.capabilities import load_capabilities
 from lowering.digest import sources_digest, text_digest
 from lowering.key import compiler_build, package_version
 from npu_iree.cli.dtype import F32, DTypes
+from npu_iree.cli.inputs import whole_number
 from npu_iree.cli.outputs import refuse_unwritable, write_text
 from npu_iree.cli.pattern import Filter
 from npu_iree.conformance import report
@@ -214,9 +215,9 @@ def _conclude(verdicts: Sequence[Verdict], judged_as: Mapping[str, object], file
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or text == "0":
+    if not (number := whole_number(text)):
         raise OptionError(f"--samples is a number above 0 or all, not {text!r}")
-    return int(text)
+    return number
 
 
 def _read(path: Path) -> dict[str, Verdict]:

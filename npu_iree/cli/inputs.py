@@ -39,6 +39,7 @@ Sizes = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print it as JSON")]
 NONE: list[str] = []
+_MOST_DIGITS = 18  # of a number that 64 bits hold, whatever it is
 _SUFFIXES = (".np", ".safetensors")  # of .npz it is told that it cannot be read
 
 
@@ -105,7 +106,15 @@ def _value(
             )
         return _read(argument.name, path)
     shape = [size if isinstance(size, int) else _size(size, call, sizes) for size in spec.shape]
-    dtype = DTYPES[spec.dtype]
+    try:
+        return _drawn(shape, DTYPES[spec.dtype], generator)
+    except (RuntimeError, MemoryError) as error:
+        raise ArgumentError(
+            f"{argument.name} of {shape} cannot be drawn: {str(error).splitlines()[0]}"
+        ) from error
+
+
+def _drawn(shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
     return torch.randint(0, 2, shape, generator=generator).to(dtype)
@@ -116,7 +125,8 @@ def _symbol(name: str, call: Call) -> str:
     place, _, dim = name.partition(":")
     shapes = {a.name: a.spec.shape for a in call.arguments if isinstance(a.spec, TensorSpec)}
     shape = shapes.get(place, ())
-    return str(shape[int(dim)]) if dim.isdecimal() and int(dim) < len(shape) else name
+    number = whole_number(dim)
+    return str(shape[number]) if number is not None and number < len(shape) else name
 
 
 def _size(symbol: str, call: Call, sizes: dict[str, int]) -> int:
@@ -139,7 +149,7 @@ def _read(name: str, path: Path) -> torch.Tensor:
             array = np.lib.format.read_array(file, allow_pickle=False)
         # Copied: a device thread may free it last, which for NumPy's memory takes an interpreter.
         return torch.tensor(array)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, MemoryError) as error:
         raise ArgumentError(f"cannot read input {name} from {path}: {error}") from error
 
 
@@ -164,9 +174,15 @@ def _pair(text: str, option: str) -> tuple[str, str]:
 
 
 def _int(text: str, name: str) -> int:
-    if not text.isdecimal():
+    number = whole_number(text)
+    if number is None:
         raise OptionError(f"{name} is a size, not {text!r}")
-    return int(text)
+    return number
+
+
+def whole_number(text: str) -> int | None:
+    """Return the number that a text is, from 0 on; None if it is none, or a larger one than any."""
+    return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 def _number(dtype: str, text: str, name: str) -> int | float | bool:

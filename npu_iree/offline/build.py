@@ -74,6 +74,8 @@ class BuildOptions:
         compiler = compiler_for(options)
         if self.cpu is None:
             return compiler
+        if not self.cpu:
+            raise OptionError("--cpu is LLVM's name of a CPU, such as x86-64-v3, not an empty text")
         if self.tune != "off":
             raise OptionError("tuning measures code for this machine's CPU: --tune has no --cpu")
         target = compiler.builder.target

@@ -24,7 +24,10 @@ from lowering.digest import file_digest
 from lowering.ranges import LEAST_TRACED
 from npu_iree.errors import OptionError, SourceError
 
-_DYNAMIC = re.compile(r"(?P<input>\w+):(?P<dim>\d+)(=(?P<low>\d+)\.\.(?P<high>\d*))?")
+# A number of up to 18 digits fits into 64 bits.
+_DYNAMIC = re.compile(
+    r"(?P<input>\w+):(?P<dim>\d{1,18})(=(?P<low>\d{1,18})\.\.(?P<high>\d{0,18}))?"
+)
 # What PyTorch says of a type that this process has not registered.
 _UNREGISTERED = re.compile(r"Deserializing (?P<type>\S+) in pytree is not registered")
 _FUNCTION = re.compile(r"(?P<module>.+):(?P<function>\w+)")
@@ -91,7 +94,7 @@ def load_examples(source: str) -> dict[str, Example]:
     function = _function(place)
     try:
         made = function()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SourceError(f"{place} fails: {_told(error)}") from error
     if isinstance(made, Mapping):
         return {str(name): _example(place, pair) for name, pair in made.items()}
@@ -179,7 +182,7 @@ def _importing(name: str, folder: Path) -> Iterator[None]:
         sys.path.insert(0, str(folder))
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SourceError(f"cannot import {name}: {_told(error)}") from error
 
 
@@ -229,7 +232,7 @@ def _export(entry: str, example: Example, dynamic: Sequence[str]) -> ExportedPro
         return program
     except OptionError:
         raise
-    except Exception as error:  # whatever the user's model and torch.export say of each other
+    except (Exception, SystemExit) as error:  # whatever model and torch.export say
         raise SourceError(f"torch.export cannot export {entry!r}: {_first_line(error)}") from error
 
 
@@ -278,7 +281,7 @@ def _arguments(example: Example) -> dict[str, Any]:
     return arguments
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """Say what the user's code raised, and where."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{_first_line(error)} (at {frames[-1].filename}:{frames[-1].lineno})"

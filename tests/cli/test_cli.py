@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -40,11 +41,16 @@ def test_an_unknown_target_is_one_clear_line(command: Command) -> None:
     assert "Traceback" not in done.err
 
 
-def test_targets_and_settings_are_listed(command: Command) -> None:
+def test_targets_and_settings_are_listed(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     targets = command("targets")
     assert targets.code == 0
     assert all(name in targets.out for name in ("npu-local", "npu-virtual", "cuda"))
     assert "NPU_IREE_DUMP" in command("settings").out
+    ascii_only = io.TextIOWrapper(io.BytesIO(), "ascii")
+    with monkeypatch.context() as narrow:
+        narrow.setattr("npu_iree.cli.console._width", 40)
+        narrow.setattr(sys, "stdout", ascii_only)
+        assert command("targets").code == 0
     told = run(sys.executable, "-m", "npu_iree", "--version").stdout
     assert told.startswith(f"npu-iree {npu_iree.__version__}\n")
     assert all(f"\n{package} " in told for package in VERIFIED)
