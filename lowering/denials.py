@@ -68,7 +68,7 @@ class DenialRecord:
             OSError: the file is there, and cannot be read.
         """
         try:
-            return self.parse(self.path.read_text())
+            return self.parse(self.path.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except (ValueError, TypeError, KeyError) as error:

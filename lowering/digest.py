@@ -25,8 +25,10 @@ def file_digest(path: Path) -> str:
 
 
 def sources_digest(package: Path) -> str:
-    """Return the SHA-256 of the Python files in a folder and below."""
-    return text_digest("".join(path.read_text() for path in sorted(package.rglob("*.py"))))
+    """Return the SHA-256 of the Python files in a folder and below, with their names."""
+    files = sorted(package.rglob("*.py"))
+    lines = (f"{path.relative_to(package)} {file_digest(path)}\n" for path in files)
+    return text_digest("".join(lines))
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

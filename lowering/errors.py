@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import traceback
 from collections.abc import Sequence
@@ -119,6 +121,10 @@ class UnsupportedOpError(NpuIreeError):
         )
 
 
+# What the system says where nothing can be written, whatever is compiled.
+_NO_SPACE = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)))
+
+
 class StageError(NpuIreeError):
     """A lowering stage failed.
 
@@ -127,7 +133,7 @@ class StageError(NpuIreeError):
         diagnostics: what the compiler said, without its stack.
         repro: folder with the input of the stage and a `repro.sh`, if dumping was on.
         timed_out: whether it was ended because its time was over.
-        was_killed: whether somebody else ended it: it may well not fail another time.
+        was_killed: whether somebody else ended it.
     """
 
     def __init__(
@@ -150,6 +156,16 @@ class StageError(NpuIreeError):
             else "Set NPU_IREE_DUMP=<folder> and run again to get a folder that repeats it."
         )
         super().__init__(f"stage {stage} failed: {self.diagnostics}\n{hint}")
+
+    @property
+    def lacks_space(self) -> bool:
+        """Whether the compiler could not write its files: other flags would not help."""
+        return any(words in self.diagnostics for words in _NO_SPACE)
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether it says little of the program: another time, it may well not fail."""
+        return self.was_killed or self.lacks_space
 
     @property
     def summary(self) -> str:

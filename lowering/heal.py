@@ -101,7 +101,7 @@ class Healer:
             denials.append((self._deny_together(segment, error, found.parts), error))
         _TOLD.update(denial.program for denial, _ in denials)
         if self._denials is not None:
-            self._denials.add([denial for denial, why in denials if not why.was_killed])
+            self._denials.add([denial for denial, why in denials if not why.is_passing])
 
     @functools.cached_property
     def _is_futile(self) -> bool:

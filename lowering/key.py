@@ -125,7 +125,7 @@ def package_version(name: str) -> str:
 def host_cpu() -> str:
     """Return the CPU that code for `host` is for: its model, and a digest of its features."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or platform.machine()
     table = dict(reversed([line.partition("\t: ")[::2] for line in lines if "\t: " in line]))

@@ -117,7 +117,8 @@ def compile_program(
         except StageError as error:
             others = flag_sets[i + 1 :]
             error.was_killed = was_killed = was_killed or error.was_killed
-            if not others or error.timed_out or _is_of_all(error, others):
+            is_hopeless = error.timed_out or error.lacks_space or _is_of_all(error, others)
+            if not others or is_hopeless:
                 raise
             number = f"{i + 1} of {len(flag_sets)}"
             log.info("%s: flag set %s failed: %s", program.name, number, error)

@@ -66,7 +66,7 @@ class Fault:
 def _with_limit(text: str, limits: Limits) -> str:
     """Add which option there is where memory may have run out: native code aborts then."""
     first, *rest = text.splitlines() or [""]
-    if first == OUT_OF_MEMORY or first.endswith("SIGABRT"):
+    if first == OUT_OF_MEMORY or "SIGABRT" in first:
         first += f"; it may use {limits.memory_bytes} bytes (option compile_memory_limit_bytes)"
     return "\n".join([first, *rest])
 

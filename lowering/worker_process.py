@@ -17,6 +17,7 @@ from lowering.own_python import start_own
 from lowering.worker import read_frame, write_frame
 
 _SIGNALS = {s.value: s.name for s in signal.Signals}
+_FATAL = "LLVM ERROR: "
 _STDERR_TAIL_BYTES = 4000
 _START_LIMIT_S = 300.0  # for the imports of a worker, on a machine that is busy with others
 _REQUESTS_PER_WORKER = 300  # compilers leak: a process that has served this many is replaced
@@ -121,6 +122,8 @@ class WorkerProcess:
         self._stderr.seek(0)
         said = self._stderr.read()[-_STDERR_TAIL_BYTES:].decode(errors="replace")
         lines = [line for line in said.splitlines() if _is_diagnostic(line)]
+        if fatal := next((line for line in lines if line.startswith(_FATAL)), None):
+            how += f" ({fatal})"
         kind = WorkerKilledError if code == -signal.SIGKILL else WorkerCrashError
         return kind("\n".join([f"the compiler {how}", *lines[:6]]))
 

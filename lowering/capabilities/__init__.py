@@ -144,11 +144,8 @@ def load_capabilities(name: str) -> Capabilities:
     """
     path = Path(name)
     try:
-        text = (
-            path.read_text()
-            if path.is_absolute()
-            else (resources.files("lowering.capabilities") / name).read_text()
-        )
+        file = path if path.is_absolute() else resources.files("lowering.capabilities") / name
+        text = file.read_text(encoding="utf-8")
         return _table(name, tomllib.loads(text))
     except (OSError, ValueError, TypeError) as error:  # of TOML, too
         raise CapabilityError(f"cannot read the capability table {name!r}: {error}") from error

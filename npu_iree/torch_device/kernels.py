@@ -281,7 +281,7 @@ def _entry(compiler: Compiler, region: Region, name: str) -> Entry:
         reason=built.summary,
         limits=limits,
     )
-    denials = None if built.was_killed else compiler.denials
+    denials = None if built.is_passing else compiler.denials
     if denials is not None and not refuses_everything(compiler.builder):
         denials.add([denial])
     raise NoKernelError(built.summary)

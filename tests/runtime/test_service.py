@@ -174,10 +174,30 @@ def test_flags_that_are_taken_as_the_compiler_was_killed_are_not_kept(
         return product(stage, *args)
 
     monkeypatch.setattr(pipeline, "_product", killed_once)
-    flags = builder.target.flag_sets_for(Program.of(region).traits)
-    assert builder.program(Program.of(region)).flags == flags[1]
-    assert builder.program(Program.of(region)).flags == flags[0]
+    program = Program.of(region)
+    flags = builder.target.flag_sets_for(program.traits)
+    assert builder.program(program).flags == flags[1]
+    assert builder.program(program).flags == flags[0]
     assert len([*builder.cache.entries()]) == 1
+
+
+def test_where_the_compiler_cannot_write_no_other_flags_are_tried(
+    monkeypatch: pytest.MonkeyPatch, compile_function: Callable[..., Any]
+) -> None:
+    (region,) = compile_function(torch.tanh, torch.ones(3)).plan.regions.values()
+    tried, product = list[str](), pipeline._product
+
+    def fails_to_link(stage: Any, *args: Any) -> Any:
+        if stage.name != "flow-to-vmfb":
+            return product(stage, *args)
+        tried.append(stage.name)
+        raise StageError(stage.name, "the compiler ended with code 1 (No space left on device)")
+
+    monkeypatch.setattr(pipeline, "_product", fails_to_link)
+    error = toolchain.compiler_for(Options()).builder.attempt(region, None)
+    assert error is not None
+    assert error.is_passing
+    assert len(tried) == 1
 
 
 def test_what_was_refused_is_asked_again_under_another_ulimit(
@@ -320,6 +340,14 @@ def test_a_worker_that_stops_within_its_answer_or_answers_nonsense_is_ended(
         lower_by_one_that_answers(b"half")
     with pytest.raises(StageError, match=r"answer makes no sense: no head is of \d+ bytes"):
         lower_by_one_that_answers(b"something else than a frame")
+    script = (
+        "import os, sys\nos.write(int(sys.argv[1]), {!r})\nos.read(0, 1)\n"
+        "sys.exit('a linker says so\\nLLVM ERROR: IO failure: No space left on device')"
+    )
+    with pytest.raises(StageError) as raised:
+        lower_by_one_that_answers(b"")
+    assert raised.value.summary.endswith("code 1 (LLVM ERROR: IO failure: No space left on device)")
+    assert raised.value.lacks_space
 
 
 def test_a_worker_that_has_used_up_its_memory_goes_on(service: CompileService) -> None:
