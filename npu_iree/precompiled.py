@@ -7,8 +7,11 @@ Source: torch/_dynamo/aot_compile.py, `OutputCode` in torch/_inductor/output_cod
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,6 @@ from torch._functorch import config
 from torch._guards import TracingContext
 from torch._inductor.output_code import OutputCode
 
-from lowering.bundle import SUFFIX
 from npu_iree.aliasing import OTHER_ALIASES, Aliases
 from npu_iree.aot_graph import AotGraph
 from npu_iree.bundles import built_bytes
@@ -111,13 +113,28 @@ class PrecompiledGraph(OutputCode):
         context = TracingContext.get()
         assert context.fake_mode is not None
         graph_module = graph_from_bytes(self.pickled, context.fake_mode)
-        with tempfile.TemporaryDirectory() as folder:
-            graph = self.graph
-            if self.bundle:
-                path = Path(folder) / f"graph{SUFFIX}"
-                path.write_bytes(self.bundle)
-                graph = replace(graph, options=replace(graph.options, bundle=path))
+        with _as_file(self.bundle) as bundle:
+            options = replace(self.graph.options, bundle=bundle if self.bundle else None)
             try:
-                self.run = graph.load(graph_module).run
+                self.run = replace(self.graph, options=options).load(graph_module).run
             except ArtifactError as error:
                 raise ArtifactError("what aot_compile has saved", error.reason) from error
+
+
+@contextlib.contextmanager
+def _as_file(data: bytes) -> Iterator[Path]:
+    """Give a file that holds bytes; in memory where possible: a container may have no other place.
+
+    Raises:
+        OSError: there is no place for it.
+    """
+    if sys.platform == "linux":
+        with open(os.memfd_create("npu-iree-bundle"), "wb") as file:
+            file.write(data)
+            file.flush()
+            yield Path(f"/proc/self/fd/{file.fileno()}")
+        return
+    with tempfile.NamedTemporaryFile() as named:
+        named.write(data)
+        named.flush()
+        yield Path(named.name)
