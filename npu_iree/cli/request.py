@@ -8,7 +8,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from lowering.cache import place_behind
 from npu_iree.cli.outputs import refuse_unwritable
 from npu_iree.errors import OptionError
 from npu_iree.targets import find_target
@@ -194,8 +193,10 @@ class CompileRequest:
 
 
 def _told(output: Path, manifest: Any) -> dict[str, Any]:
+    from npu_iree.offline.parameters import file_beside
+
     name = manifest.parameter_file
-    beside = place_behind(output).with_name(name) if name else None
+    beside = file_beside(output, name) if name else None
     return {
         "output": str(output),
         "bytes": output.stat().st_size,

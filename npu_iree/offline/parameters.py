@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from lowering.cache import place_behind
 from lowering.digest import is_same_value, tensor_digest
 from lowering.dtypes import DTYPES, dtype_name
 from lowering.errors import ArtifactError
@@ -45,11 +46,12 @@ class Parameters:
         name = manifest.parameter_file
         if Path(name).name != name or name in (".", "..") or not name.isprintable():
             raise ArtifactError(artifact, f"its parameter file {name[:200]!r} is not beside it")
-        found = cls._read(artifact.parent / name, manifest, lambda stored: wanted)
+        file = file_beside(artifact, name)
+        found = cls._read(file, manifest, lambda stored: wanted)
         wrong = [p.name for p in wanted if tensor_digest(found.tensors[p.name]) != p.sha256]
         if wrong:
             raise ArtifactError(
-                artifact.parent / name,
+                file,
                 f"corrupted, or of another model (the checksum differs): {_listed(wrong)}. To bind "
                 "other weights than those compiled with, pass the file as params=...",
             )
@@ -119,6 +121,12 @@ class Parameters:
         """
         left = [p for p in manifest.parameters if p.name not in self.tensors]
         return Parameters({**self.tensors, **self.beside(artifact, manifest, left).tensors})
+
+
+def file_beside(artifact: Path, name: str) -> Path:
+    """Return the file of a name beside an artifact, or beside the one that a link leads to."""
+    file = artifact.with_name(name)
+    return file if file.exists() else place_behind(artifact).with_name(name)
 
 
 def _wanted(manifest: Manifest, known: Collection[str]) -> list[Parameter]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from npu_iree.offline.entry import LoadedEntry
 from npu_iree.offline.load import LoadedProgram
+from npu_iree.offline.parameters import file_beside
 from npu_iree.profiling.profile import WARM_UP, Profile, median_s, shares
 from npu_iree.profiling.rates import machine_rates
 from npu_iree.profiling.recorded import Recorded
@@ -80,7 +81,8 @@ def measure(
     host = watch_host(function, leaves)
     tell("recording the device")
     manifest = program.manifest
-    beside = program.path.parent / manifest.parameter_file if manifest.parameter_file else None
+    name = manifest.parameter_file
+    beside = file_beside(program.path, name) if name else None
     records = record_calls(
         program.path,
         function.name,
