@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import torch
-from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 from torch.utils import _pytree as pytree
+
+from lowering.decompositions.promotion import common_dtype
 
 aten = torch.ops.aten
 _WIDE = torch.int32
@@ -244,9 +245,7 @@ def _has(operands: Any, dtypes: Dtypes) -> bool:
 
 def _promoted(operands: Any) -> tuple[list[Any], torch.dtype]:
     """Give operands in the dtype that eager computes in, narrow ones in a wider, and that dtype."""
-    given = [operand for operand in operands if operand is not None]
-    kind = ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT
-    _, dtype = elementwise_dtypes(*given, type_promotion_kind=kind)
+    dtype = common_dtype(*operands)
 
     def promoted(operand: Any) -> Any:
         if isinstance(operand, torch.Tensor):

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lowering.decompositions.narrow import lowest_bits
-from lowering.decompositions.promotion import are_floats, promoted
+from lowering.decompositions.promotion import are_floats, common_dtype, promoted
 
 aten = torch.ops.aten
 _OF_FEW_BITS = (torch.int16, torch.int32)  # bytes are compared in 32 bits, see `narrow`
@@ -38,6 +38,7 @@ def minimum(a: torch.Tensor, b: torch.Tensor) -> Any:
 
 def clamp(x: torch.Tensor, low: Number | None = None, high: Number | None = None) -> Any:
     """Decompose `aten.clamp` on floats: a NaN is neither below `low` nor above `high`."""
+    x = x.to(common_dtype(x, low, high))
     if not x.dtype.is_floating_point:
         return NotImplemented
     if low != low or high != high:  # asks for NaN
@@ -53,6 +54,7 @@ def clamp_tensor(
     x: torch.Tensor, low: torch.Tensor | None = None, high: torch.Tensor | None = None
 ) -> Any:
     """Decompose `aten.clamp` by tensors of floats: where a bound is NaN, so is the result."""
+    x = x.to(common_dtype(x, low, high))
     if not torch.is_floating_point(x):
         return NotImplemented
     if low is not None:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
 Operand: TypeAlias = torch.Tensor | int | float
+
+
+def common_dtype(*operands: Any) -> torch.dtype:
+    """Return the dtype that operands, of any number and None among them, are promoted to."""
+    given = [operand for operand in operands if operand is not None]
+    kind = ELEMENTWISE_TYPE_PROMOTION_KIND.DEFAULT
+    return elementwise_dtypes(*given, type_promotion_kind=kind)[1]
 
 
 def are_floats(x: Operand, y: Operand) -> bool:

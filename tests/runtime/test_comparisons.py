@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -94,9 +95,12 @@ def test_numbers_that_no_float_is(dtype: torch.dtype) -> None:
     assert_same(torch.compile(function, backend="npu_iree")(x), function(x))
 
 
-def test_integers_and_numbers_with_a_fraction() -> None:
+def test_integers_and_numbers_with_a_fraction(counts: Counter[str]) -> None:
     def function(x: torch.Tensor) -> list[torch.Tensor]:
-        return [op(x, number) for op in COMPARISONS for number in (16777216.5, 2.5, 3)]
+        found = [op(x, number) for op in COMPARISONS for number in (16777216.5, 2.5, 3)]
+        found += [torch.clamp(x, *bounds) for bounds in ((2.5, 9), (torch.tensor(2.5),))]
+        return [*found, torch.clamp_max(x.int(), 2.5), torch.clamp(x, max=torch.full((5,), 2.5))]
 
     x = torch.tensor([2, 3, 16777216, 16777217, 16777218])
     assert_same(torch.compile(function, backend="npu_iree")(x), function(x))
+    assert counts["host_ops"] == 0
