@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lowering.decompositions.doubles import with_sign
 from lowering.decompositions.promotion import Operand, are_floats, promoted
 from lowering.decompositions.recursion import Ours
 
@@ -80,6 +81,7 @@ def fmod(x: torch.Tensor, y: Operand) -> Any:
         return NotImplemented if isinstance(y, torch.Tensor) else torch.fmod(*promoted(x, y))
     x, y = promoted(x, y)
     rest = torch.remainder(torch.abs(x), torch.abs(y))
+    rest = torch.where(x == 0, x - rest, rest)  # which is zero, with the sign of `x`, or NaN
     return torch.where(x < 0, -rest, rest)
 
 
@@ -90,8 +92,9 @@ def _floor_of_floats(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     quotient = torch.where((rest != 0) & ((rest < 0) != (y < 0)), quotient - 1, quotient)
     whole = torch.floor(quotient)
     whole = torch.where(quotient - whole > 0.5, whole + 1, whole)
-    whole = torch.where(quotient == 0, torch.where(x / y < 0, -0.0, 0.0).to(x.dtype), whole)
-    return torch.where(y == 0, x / y, whole)
+    ratio = x / y
+    whole = torch.where(quotient == 0, with_sign(torch.zeros_like(ratio), ratio), whole)
+    return torch.where(y == 0, ratio, whole)
 
 
 def _may_overflow(x: Operand, y: Operand) -> bool:

@@ -238,6 +238,13 @@ def lerp(start: torch.Tensor, end: torch.Tensor, weight: Any) -> Any:
     return start + weight * apart if abs(weight) < 0.5 else end - (1 - weight) * apart
 
 
+def trunc(x: torch.Tensor) -> Any:
+    """Decompose `aten.trunc` of floats, of which torch-mlir's loses the sign of a zero."""
+    if not x.dtype.is_floating_point:
+        return NotImplemented
+    return torch.where(x < 0, torch.ceil(x), torch.floor(x))
+
+
 DECOMPOSITIONS = {
     aten.acos.default: _if_f64(doubles.acos),
     aten.acosh.default: acosh,
@@ -268,4 +275,5 @@ DECOMPOSITIONS = {
     aten.sinh.default: sinh,
     aten.tan.default: angles.tan,
     aten.tanh.default: _if_f64(doubles.tanh),
+    aten.trunc.default: trunc,
 }

@@ -209,6 +209,15 @@ def test_remainders_by_a_number_are_by_what_the_dtype_holds_of_it() -> None:
     assert_same(torch.compile(rests, backend="npu_iree")(*given), rests(*given))
 
 
+def test_what_is_left_of_a_zero_has_its_sign() -> None:
+    def signs(x: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.fmod(x, 3.0), torch.fmod(x, 0.0), x // 3.0, x.trunc(), x.frac()]
+        return [1 / result for result in found]
+
+    x = torch.tensor([-0.0, 0.0, -0.3, 0.3, -6.0, 6.0, *SPECIAL])
+    assert_same(torch.compile(signs, backend="npu_iree")(x), signs(x))
+
+
 def test_a_nan_is_seen_beside_an_infinity_and_as_a_bound() -> None:
     def functions(x: torch.Tensor) -> list[Any]:
         pairs = (x[:, None], x[None, :])
