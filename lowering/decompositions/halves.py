@@ -80,6 +80,15 @@ WITH_NUMBERS: tuple[torch._ops.OpOverload, ...] = (
     aten.mul.Tensor,
 )
 
+# Beside weights of floats they are computed in them, and what they return for the backward pass is.
+NORMS: tuple[torch._ops.OpOverload, ...] = (
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit_no_training.default,
+    aten.native_group_norm.default,
+    aten.native_layer_norm.default,
+)
+
 _OF_FLOATS = frozenset({aten.mean.default, aten.mean.dim})
 _BY_FLOATS = frozenset({aten.div.Tensor_mode, aten.floor_divide.default, *WITH_NUMBERS})
 _TO_HALVES = frozenset({aten.pow.Scalar, aten.pow.Tensor_Scalar})  # numbers of Python, too
@@ -97,7 +106,19 @@ def with_halves(
         **{op: _widening(op, table.get(op)) for op in IN_FLOATS},
         **{op: _widening(op, table.get(op), with_number=True) for op in WITH_NUMBERS},
         aten.div.Tensor_mode: _dividing(table.get(aten.div.Tensor_mode)),
+        **{op: _normalizing(op, table[op]) for op in NORMS},
     }
+
+
+def _normalizing(op: Any, otherwise: Decomposition) -> Decomposition:
+    def decomposed(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        weights = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        if x.dtype not in HALVES or all(weight.dtype is x.dtype for weight in weights):
+            return otherwise(x, *args, **kwargs)
+        result, *others = op(x.float(), *args, **kwargs)
+        return result.to(x.dtype), *others
+
+    return decomposed
 
 
 def _widening(

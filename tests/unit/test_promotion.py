@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowering.decompositions import decomposition_table
+from tolerances import assert_same
 
 TABLE = decomposition_table()
 DTYPES = (
@@ -36,6 +37,16 @@ OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "remainder": torch.remainder,
     "where": lambda a, b: torch.where(a != 0, a, b),
     "xlogy": torch.xlogy,
+}
+aten = torch.ops.aten
+NORMS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]] = {
+    "batch": lambda x, w, b: aten._native_batch_norm_legit_functional(x, w, b, b, w, True, 0.1, 1),
+    "batch, alone": lambda x, w, b: aten._native_batch_norm_legit(x, w, b, True, 0.1, 1),
+    "batch, inference": lambda x, w, b: aten._native_batch_norm_legit_no_training(
+        x, w, b, b, w, 0.1, 1
+    ),
+    "group": lambda x, w, b: aten.native_group_norm(x, w, b, 3, 4, 4, 2, 1),
+    "layer": lambda x, w, b: aten.native_layer_norm(x, [4], None, b, 1),
 }
 
 
@@ -81,3 +92,15 @@ def test_any_two_dtypes(name: str) -> None:
     for case, (_, expected) in cases.items():
         assert found[case].dtype is expected.dtype, case
         torch.testing.assert_close(found[case], expected, msg=lambda m, c=case: f"of {c}: {m}")
+
+
+def test_statistics_of_halves_are_floats_as_the_weights_are() -> None:
+    x = torch.randn(3, 4, 4).bfloat16()
+    weight, bias = torch.rand(2, 4)
+
+    def norms() -> dict[str, Any]:
+        return {name: norm(x, weight, bias) for name, norm in NORMS.items()}
+
+    with Decomposed():
+        found = norms()
+    assert_same(found, norms())
