@@ -35,7 +35,7 @@ def embedding_bag(
         mode: 0 for the sum, 1 for the mean.
         sparse: whether the gradient shall be.
         per_sample_weights: `[L]`, or None.
-        include_last_offset: see `offsets`.
+        include_last_offset: see `offsets`. Eager's sizes do not end with it.
         padding_idx: an index that counts for nothing, if not negative.
 
     Returns:
@@ -48,8 +48,10 @@ def embedding_bag(
     starts = offsets.new_zeros([length + 1])
     starts = torch.scatter_add(starts, 0, offsets, torch.ones_like(offsets))
     bag = aten.slice.Tensor(torch.cumsum(starts, 0), 0, 0, length) - 1
-    counts = _counts(indices, padding_idx)
-    rows = _weighed(aten.embedding.default(weight, indices), per_sample_weights, counts)
+    counts = is_in = _counts(indices, padding_idx)
+    if include_last_offset:
+        bag, is_in = _ended(bag, offsets, is_in, weight.dtype is torch.float32 and padding_idx < 0)
+    rows = _weighed(aten.embedding.default(weight, indices), per_sample_weights, is_in)
     bags = torch.index_add(weight.new_zeros([count, weight.shape[1]]), 0, bag, rows)
     sizes = torch.scatter_add(offsets.new_zeros([count]), 0, bag, counts.to(offsets.dtype))
     if mode == _MEAN:
@@ -115,6 +117,22 @@ def _counts(indices: torch.Tensor, padding_idx: int) -> torch.Tensor:
     if padding_idx < 0:
         return torch.ones_like(indices, dtype=torch.bool)
     return indices != padding_idx
+
+
+def _ended(
+    bag: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor, is_cut: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give what is beyond the end to the last bag, and say which elements are of those that count.
+
+    Args:
+        is_cut: whether none beyond the end is: so are eager's kernels of f32 without padding.
+    """
+    last = offsets.shape[0] - 2
+    end, start = (aten.select.int(offsets, 0, place) for place in (-1, last))
+    bag = torch.minimum(bag, last + (end < start).to(bag.dtype))  # no such bag: an error
+    if is_cut:
+        counts = counts & (torch.arange(bag.shape[0], device=bag.device) < end)
+    return bag, counts
 
 
 def _weighed(
