@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
@@ -174,11 +175,26 @@ def _sort(_: _Writer, node: fx.Node) -> None:
 
 
 def _reads_by_several(node: fx.Node) -> bool:
-    """Say whether indices may have to be broadcast to sizes that are not known, or are of kinds."""
+    """Say whether indices may have to be broadcast to sizes that are not known."""
     values = [_value(index) for index in node.args[1] if index is not None]  # type: ignore[union-attr]
     if len(values) < 2 or any(value.dtype in (torch.bool, torch.uint8) for value in values):
         return False
-    return not is_static(*values) or len({value.dtype for value in values}) > 1
+    return not is_static(*values)
+
+
+def _widen_indices(writer: _Writer, node: fx.Node) -> None:
+    """Take indices as int64: torch-mlir takes no others for reads, nor any beside others."""
+    widen = functools.partial(writer.call, torch.ops.prims.convert_element_type.default)
+    indices: Any = node.args[1]
+    is_narrow = [i is not None and _value(i).dtype is torch.int32 for i in indices]
+    if any(is_narrow):
+        pairs = zip(indices, is_narrow, strict=True)
+        node.update_arg(1, [widen(i, torch.int64) if narrow else i for i, narrow in pairs])
+
+
+def _read(writer: _Writer, node: fx.Node) -> None:
+    _widen_indices(writer, node)
+    _read_by_one(writer, node)
 
 
 def _read_by_one(writer: _Writer, node: fx.Node) -> None:
@@ -193,10 +209,9 @@ def _read_by_one(writer: _Writer, node: fx.Node) -> None:
     place: Any = None
     for dim, index in enumerate([indices[i] for i in places], start=first):  # type: ignore[index]
         size = writer.size(source, dim)  # type: ignore[arg-type]
-        wide = writer.call(torch.ops.prims.convert_element_type.default, index, torch.int64)
-        is_counted_back = writer.call(aten.lt.Scalar, wide, 0)
-        counted = writer.call(aten.add.Scalar, wide, size)
-        counted = writer.call(aten.where.self, is_counted_back, counted, wide)
+        is_counted_back = writer.call(aten.lt.Scalar, index, 0)
+        counted = writer.call(aten.add.Scalar, index, size)
+        counted = writer.call(aten.where.self, is_counted_back, counted, index)
         rows = writer.call(aten.mul.Scalar, place, size) if place is not None else None
         place = counted if rows is None else writer.call(aten.add.Tensor, rows, counted)
     merged = writer.call(torch.ops.prims.collapse.default, source, first, first + count - 1)
@@ -274,7 +289,8 @@ def _divided(writer: _Writer, number: Any, divisor: Any) -> Any:
 _RULES: Mapping[Any, Callable[[_Writer, fx.Node], None]] = {
     aten.arange.start_step: _count_in_integers,
     aten.expand.default: _drop_if_nothing_is_repeated,
-    aten.index.Tensor: _read_by_one,
+    aten.index.Tensor: _read,
+    aten.index_put.default: _widen_indices,
     aten.view.default: _merge_and_split,
     operator.mod: _take_remainder,
     **dict.fromkeys(_EMPTY, _make_dense),

@@ -31,12 +31,19 @@ def written_by_steps(x: torch.Tensor) -> Any:
     return result @ result.mT
 
 
+def by_short_indices(x: torch.Tensor) -> Any:
+    """Indices of 32 bits alone, beside others, and beside those of whole dimensions."""
+    index = torch.tensor([1, -2, 1], dtype=torch.int32)
+    put = torch.ops.aten.index_put(x * 1, [None, index], x[:, :3], True)
+    return x[:, index] * 2, x[torch.arange(-3, 0)[:, None], torch.arange(4).int()], put * 2
+
+
 FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
     "stable sort": (lambda x: torch.sort(x, stable=True, dim=0), TIES),
     "stable sort, descending": (lambda x: x.sort(dim=0, stable=True, descending=True), TIES),
     "stable sort of a number": (lambda x: torch.sort(x.sum(), stable=True), X),
     "largest, in any order": (lambda x: x.topk(4, sorted=False)[0].sum(-1), X),
-    "indices of two kinds": (lambda x: x[torch.arange(-3, 0)[:, None], torch.arange(4).int()], X),
+    "short indices": (by_short_indices, X),
     "complex": (scaled, X),
     "rolled": (lambda x: (x.roll((7, -9), (1, 0)), x.roll(40), x.roll((1, 6), (0, 0))), X),
     "steps": (written_by_steps, X),
