@@ -47,7 +47,10 @@ FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
     "complex": (scaled, X),
     "rolled": (lambda x: (x.roll((7, -9), (1, 0)), x.roll(40), x.roll((1, 6), (0, 0))), X),
     "steps": (written_by_steps, X),
-}
+    "windows": (
+        lambda x: torch.ops.aten.unfold_backward(x.unfold(1, 3, 2), x.shape, 1, 3, 2), X
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])

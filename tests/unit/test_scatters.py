@@ -1,4 +1,4 @@
-"""Elements put by a mask or a diagonal, counted, and bags of embeddings, are PyTorch's."""
+"""Elements put by a mask or a diagonal, counted, and sums of windows and bags, are PyTorch's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowering.decompositions import bags, scatters, weight_norm
+from lowering.decompositions import bags, overlaps, scatters, weight_norm
 
 aten = torch.ops.aten
 SIZES = st.integers(1, 5)
@@ -26,6 +26,18 @@ def test_what_a_mask_puts_and_gives_back(data: st.DataObject) -> None:
     actual = scatters.masked_scatter_backward(x, wide, source.shape)
     expected = aten.masked_scatter_backward.default(x, wide, source.shape)
     torch.testing.assert_close(actual, expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_windows_are_summed_in_eagers_order(data: st.DataObject) -> None:
+    sizes = [data.draw(SIZES), data.draw(st.integers(1, 20)), data.draw(SIZES)]
+    dim = data.draw(st.integers(0, 2))
+    arguments = (dim, data.draw(st.integers(1, sizes[dim])), data.draw(st.integers(1, 7)))
+    gradient = torch.randn_like(torch.empty(sizes).unfold(*arguments))
+    expected = aten.unfold_backward.default(gradient, sizes, *arguments)
+    actual = overlaps.unfold_backward(gradient, sizes, *arguments)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, check_stride=True)
 
 
 @settings(max_examples=100, deadline=None)
