@@ -126,6 +126,8 @@ def test_what_is_asserted() -> None:
     torch._assert_async((x > 0).all(), "x is positive")
     with pytest.raises(RuntimeError, match="x is positive"):
         torch._assert_async((x < 0).all(), "x is positive")
+    with pytest.raises(RuntimeError, match="elements of input should be between 0 and 1"):
+        torch.nn.functional.binary_cross_entropy(x * 2, x).item()
 
 
 def test_shapes_that_do_not_fit_are_pytorchs_errors() -> None:

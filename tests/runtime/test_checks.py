@@ -206,6 +206,20 @@ def test_classes_are_checked_on_the_device(target: str) -> None:
         compiled(torch.tensor([3, 4, 2]))
 
 
+def test_probabilities_are_checked_on_the_device() -> None:
+    options = {"fallback": "error"}
+    compiled = torch.compile(F.binary_cross_entropy, backend="npu_iree", options=options)
+    good, bad = torch.tensor([0.0, 0.25, 1.0]), torch.tensor([0.5, float("nan"), 0.5])
+    assert_same(compiled(good, good), F.binary_cross_entropy(good, good))
+    for name, x, target in (
+        ("input", bad, good), ("target", good, bad), ("input", good + 1, good),
+        ("target", good, good - 1),
+    ):  # fmt: skip
+        for call in (F.binary_cross_entropy, compiled):
+            with pytest.raises(RuntimeError, match=f"elements of {name} should be between 0 and 1"):
+                call(x, target)
+
+
 def test_the_error_says_where() -> None:
     def look_up(table: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
         known = F.embedding(tokens, table) * 2
