@@ -596,6 +596,16 @@ def test_two_bad_ops_are_found() -> None:
         assert (set(found.blamed), found.parts) == (set(pair), [])
 
 
+def test_ops_alike_cost_a_compile_each_and_no_bisection() -> None:
+    nodes = chain(64)
+    for node in nodes[:48:3]:
+        node.target = torch.ops.aten.erf.default
+    bad = nodes[:48:3]
+    found, compiles = diagnosed(nodes, lambda part: not part.isdisjoint(bad))
+    assert (list(found.blamed), found.parts) == (bad, [])
+    assert compiles <= 2 * math.log2(len(nodes)) + len(bad)
+
+
 def test_two_ops_that_fail_together_are_kept_apart() -> None:
     nodes = chain(9)
     for pair in combinations(nodes, 2):
