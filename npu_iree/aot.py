@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointPolicy
 
+from lowering.decompositions.losses import replace_pytorchs
 from lowering.plan import Plan
 from lowering.sizes import size_hint
 from lowering.target import CompileTarget
@@ -73,6 +74,7 @@ def _trace(
     inputs: Sequence[Any],
 ) -> Callable[..., Any]:
     _check_devices(inputs)
+    replace_pytorchs()
     try:
         traced: Callable[..., Any] = trace(options, asked, when_new, graph_module, inputs)
     except RuntimeError as error:

@@ -231,6 +231,11 @@ def test_a_layer_trains_like_eagers(kind: str, counts: Counter[str]) -> None:
     assert counts["unsupported_ops"] == 0
 
 
+def test_a_loss_that_pytorch_decomposes_wrongly() -> None:
+    target = torch.tensor([[1, 0, -1, 2], [3, -1, 0, 0], [0, 1, 2, 3]])
+    check(lambda x: F.multilabel_margin_loss(x, target, reduction="none"), torch.randn(3, 4))
+
+
 def test_the_gradient_of_dropout_is_its_mask() -> None:
     x = torch.ones(64, 64, requires_grad=True)
     result = torch.compile(lambda x: F.dropout(x * 1.0, 0.25), backend="npu_iree")(x)
