@@ -60,6 +60,11 @@ def _empty_strided(
     return _unset(tuple(size), tuple(stride), dtype, device)
 
 
+def _zeros(size: Sequence[int], **options: Any) -> Tensor:
+    """Make the zeros that forward-mode derivatives ask for; elsewhere they have no memory."""
+    return torch.zeros(size, **options)
+
+
 def _unset(
     shape: tuple[int, ...],
     strides: tuple[int, ...],
@@ -294,6 +299,7 @@ def _choose_attention(*args: Any, **kwargs: Any) -> int:
 OWN: dict[str, Callable[..., Any]] = {
     "empty.memory_format": _empty,
     "empty_strided": _empty_strided,
+    "_efficientzerotensor": _zeros,
     "resize_": _resize,
     "arange.start_out": arange_out,
     "_to_copy": _to_copy,

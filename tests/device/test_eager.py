@@ -136,6 +136,12 @@ def test_batch_norm_writes_its_running_statistics(training: bool) -> None:
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
 
 
+def test_zeros_that_forward_mode_asks_for_have_memory() -> None:
+    """As those of `torch.func.hessian` of a product."""
+    zeros = torch._efficientzerotensor([1, 3], device=NPU)
+    assert (zeros + 1).tolist() == [[1, 1, 1]]
+
+
 def test_results_have_eagers_strides() -> None:
     x = torch.randn(3, 4, 5)
     a = x.to(NPU)
