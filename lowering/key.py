@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -86,11 +87,12 @@ def program_key(
             "parameters": json.dumps(program.parameters),
             "given": json.dumps(program.given),
             "rebind": json.dumps(program.rebind),
-            "flags": json.dumps([*flag_sets, *named_files(flag_sets)]),
+            "flags": json.dumps(flag_sets),
             "target": target.name,
             "rewrites": json.dumps(target.rewrites),
             "cpu": host_cpu() if is_for_this_cpu else "",
             **compiler_build(),
+            **({"files": json.dumps(files)} if (files := named_files(flag_sets)) else {}),
             **({"tune": tune} if tune else {}),
         }
     )
@@ -98,9 +100,27 @@ def program_key(
 
 def named_files(flag_sets: Iterable[FlagSet]) -> list[tuple[str, str]]:
     """Return the files that flags name, which the compiler reads, and their digests."""
-    words = {w for flags in flag_sets for flag in flags for w in _PARTS_OF_A_FLAG.split(flag)}
-    files = filter(os.path.isfile, sorted(words))
-    return [(file, file_digest(Path(file))) for file in files if os.access(file, os.R_OK)]
+    names = {name for flags in flag_sets for flag in flags for name in _names_in(flag)}
+    found = []
+    for name in sorted(filter(os.path.isfile, names)):
+        with contextlib.suppress(OSError):  # the compiler says what is wrong with it
+            stat = os.stat(name)
+            found.append((name, _digest(name, stat.st_ino, stat.st_size, stat.st_mtime_ns)))
+    return found
+
+
+def _names_in(flag: str) -> Iterator[str]:
+    """Give all that may be a file's name in a flag; such a name may have any character."""
+    words = flag.split("=")
+    for rest in ("=".join(words[i:]) for i in range(1, len(words))):
+        yield rest
+        yield rest.rpartition("@")[0]
+    yield from _PARTS_OF_A_FLAG.split(flag)
+
+
+@cache
+def _digest(file: str, *written: int) -> str:
+    return file_digest(Path(file))
 
 
 @cache

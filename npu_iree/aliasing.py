@@ -64,7 +64,7 @@ class Aliases:
     def may_not_be_written(self, args: Sequence[Any]) -> bool:
         """Say whether an argument that is written to was made in `inference_mode`, and this is not.
 
-        A graph may go into that mode itself, and write: so who asks leaves it to eager to raise.
+        Eager refuses that, but for what a graph writes when it has gone into that mode itself.
         """
         return not torch.is_inference_mode_enabled() and any(
             args[i].is_inference() for i in self._written

@@ -106,9 +106,11 @@ def _guarded(
     if aliases is None:
         return compiled
 
+    is_asked = not _goes_into_inference_mode(graph_module)
+
     def run(*args: Any) -> Any:
-        if aliases.may_not_be_written(args):
-            return graph_module(*args)
+        if is_asked and aliases.may_not_be_written(args):
+            return graph_module(*args)  # which raises
         if aliases.are_as_compiled(args):
             return compiled(*args)
         if options.fallback == "error":
@@ -117,6 +119,11 @@ def _guarded(
         return graph_module(*args)
 
     return run
+
+
+def _goes_into_inference_mode(graph_module: fx.GraphModule) -> bool:
+    enter = torch.autograd.grad_mode._enter_inference_mode
+    return bool(graph_module.graph.find_nodes(op="call_function", target=enter))
 
 
 @dataclass(frozen=True)

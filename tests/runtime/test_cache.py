@@ -117,7 +117,8 @@ def test_a_file_that_a_flag_names_is_part_of_the_program(
 ) -> None:
     """By its content, and by the name that it has where the caller is."""
     function, inputs, _ = CASES["f32"]
-    flags = ["--iree-preprocessing-transform-spec-filename=spec.mlir"]
+    spec = Path("a spec, of=ours.mlir")
+    flags = [f"--iree-preprocessing-transform-spec-filename={spec}"]
 
     def call() -> None:
         torch._dynamo.reset()
@@ -125,15 +126,15 @@ def test_a_file_that_a_flag_names_is_part_of_the_program(
         torch.compile(function, backend="npu_iree", options=options)(*inputs)
 
     monkeypatch.chdir(tmp_path)
-    Path("spec.mlir").write_text(SPEC)
+    spec.write_text(SPEC)
     call()
     (entry,) = files(folder)
-    told = json.loads(Entry.from_bytes(entry.read_bytes()).parts["flags"])
-    assert told[-1] == ["spec.mlir", hashlib.sha256(SPEC.encode()).hexdigest()]
-    Path("spec.mlir").write_text("no transform")
-    with pytest.raises(Exception, match=r"spec\.mlir"):
+    told = json.loads(Entry.from_bytes(entry.read_bytes()).parts["files"])
+    assert told == [[str(spec), hashlib.sha256(SPEC.encode()).hexdigest()]]
+    spec.write_text("no transform")
+    with pytest.raises(Exception, match=r"ours\.mlir"):
         call()
-    Path("spec.mlir").write_text(SPEC)
+    spec.write_text(SPEC)
     call()
     assert (counts["cache_misses"], counts["cache_hits"]) == (2, 1)
 

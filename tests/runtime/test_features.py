@@ -13,6 +13,7 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
+import npu_iree
 from tolerances import assert_same
 
 pytestmark = pytest.mark.usefixtures("shared_cache")
@@ -186,6 +187,11 @@ def test_what_inference_mode_made_is_written_to_in_that_mode_only() -> None:
             add_one(x)
     with torch.inference_mode():
         assert_same(add_one(x.zero_()), torch.ones(4))
+    ours = torch.inference_mode()(lambda x: x.mul_(2))
+    in_the_mode = torch.compile(ours, backend="npu_iree", fullgraph=True)
+    with npu_iree.record_transfers() as transfers:
+        assert_same(in_the_mode(x), torch.full((4,), 2.0))
+    assert transfers.entries, "the device has written it"
 
 
 @pytest.mark.parametrize(
