@@ -31,6 +31,12 @@ _SORTED: Mapping[Any, tuple[Any, Mapping[str, Any]]] = {
 }
 # Memory of any strides, which is dense in a region -> where among the arguments the sizes are.
 _EMPTY: Mapping[Any, int] = {aten.empty_strided.default: 0, aten.new_empty_strided.default: 1}
+# What torch-mlir computes itself of tensors that it knows; whole numbers have no sign for it there.
+_FOLDED = tuple(
+    getattr(getattr(aten, name), overload)
+    for name in ("add", "mul", "rsub", "sub")
+    for overload in ("Tensor", "Scalar")
+)
 _DTYPES = {
     (bool, torch.SymBool): torch.bool,
     (int, torch.SymInt): torch.int64,
@@ -47,7 +53,8 @@ def make_importable(graph: fx.Graph) -> None:
     Expansions that repeat nothing are dropped: of dynamic dimensions, torch-mlir would have the
     device find out, number by number, whether they are 1. Sizes taken for tensors become tensors,
     and several indices one: torch-mlir reads by no two that may have to be broadcast. Remainders of
-    sizes, floats that are counted up to a size, and sorts are made of what it takes.
+    sizes, floats that are counted up to a size, and sorts are made of what it takes; numbers beside
+    floats are floats.
 
     Before: %1 = aten.view(%0, [s0*s1, 8, 8])                      with %0 of [s0, s1, 64]
             %2 = aten.sub.Tensor(%s0, %1)
@@ -156,6 +163,17 @@ def _count_in_integers(writer: _Writer, node: fx.Node) -> None:
         whole = writer.call(node.target, *node.args, dtype=torch.int64, value=value)
         node.target, node.kwargs = torch.ops.prims.convert_element_type.default, {}
         node.args = (whole, dtype)
+
+
+def _compute_with_floats(_: _Writer, node: fx.Node) -> None:
+    """Give tensors of floats numbers that are floats, `alpha` among them."""
+    if node.meta["val"].is_floating_point():
+        node.args = tuple(map(_as_float, node.args))
+        node.kwargs = {name: _as_float(value) for name, value in node.kwargs.items()}
+
+
+def _as_float(value: Any) -> Any:
+    return float(value) if type(value) is int else value
 
 
 def _make_dense(_: _Writer, node: fx.Node) -> None:
@@ -294,6 +312,7 @@ _RULES: Mapping[Any, Callable[[_Writer, fx.Node], None]] = {
     aten.view.default: _merge_and_split,
     operator.mod: _take_remainder,
     **dict.fromkeys(_EMPTY, _make_dense),
+    **dict.fromkeys(_FOLDED, _compute_with_floats),
     **dict.fromkeys(_OPS_OF_SIZES, _import_as_op),
     **dict.fromkeys(_SORTED, _sort),
 }

@@ -1,4 +1,4 @@
-"""Comparisons of values that the program holds with numbers: compilers fold them, and wrongly."""
+"""Values that the program holds beside numbers: compilers fold them, and wrongly."""
 
 from __future__ import annotations
 
@@ -80,6 +80,24 @@ def test_of_a_tensor_as_long_as_an_input_of_any_length() -> None:
         return [y + 1, *compare(x, (0.0, 2.0, INF)), *compare(torch.zeros_like(y), (0.0, NAN))]
 
     assert_same(compiled(filled, dynamic=True), filled(INPUT))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_negative_numbers_keep_their_sign(dynamic: bool) -> None:
+    def negative(y: torch.Tensor) -> list[torch.Tensor]:
+        one, mask = torch.ones(3), torch.triu(torch.ones(3, 3) * -10000, 1)
+        kinds = (torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.uint8)
+        others = [torch.ones(3, dtype=dtype) for dtype in kinds]
+        found = [y + one * -2, y + mask, torch.ones_like(y) * -1, y.new_full((3,), 0.5) * -3]
+        found += [function(x, -2) for x in others[:4] for function in (torch.add, torch.mul)]
+        found += [function(one, -2) for function in (torch.add, torch.sub, torch.rsub, torch.div)]
+        found += [function(one, one, alpha=-2) for function in (torch.add, torch.sub, torch.rsub)]
+        found += [torch.addcmul(one, one, one, value=-2), torch.addmm(mask, mask, mask, alpha=-2)]
+        found += [torch.where(y > 1, torch.ones(()) * -5, y), (one * -2).to(torch.int64)]
+        found += [torch.zeros(3).add_(-1), others[4].float() * -2, y + torch.tensor(2.0) * -2]
+        return found
+
+    assert_same(compiled(negative, dynamic), negative(INPUT))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
