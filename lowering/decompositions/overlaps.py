@@ -27,12 +27,14 @@ def unfold_backward(
     """
     rank = len(sizes)
     dim = dim % rank if rank else 0
-    if gradient.dim() != rank + 1 or not _are_windows(gradient, sizes, dim, size, step):
+    if not rank or gradient.dim() != rank + 1 or not _are_windows(gradient, sizes, dim, size, step):
         return _PYTORCHS[aten.unfold_backward.default](gradient, sizes, dim, size, step)
     before, after = list(sizes[:dim]), list(sizes[dim + 1 :])
     windows = gradient.movedim(-1, dim + 1)
     count, each = windows.shape[dim], -(-size // step)  # windows, and blocks of each
     windows = windows.expand(*before, count, size, *after)
+    if statically_known_true(count < each):
+        return _sum_of_few(windows, sizes, dim, step)
     around = [0, 0] * len(after) + [0, each * step - size, each - 1, each]
     padded = aten.constant_pad_nd.default(windows, around, 0)
     blocks = padded.reshape(*before, (count + 2 * each - 1) * each, step, *after)
@@ -45,6 +47,24 @@ def unfold_backward(
     added = added.view(*before, (count + each) * step, *after)
     held = aten.slice.Tensor(added, dim, 0, sizes[dim])
     return held.clone(memory_format=torch.contiguous_format)
+
+
+def _sum_of_few(windows: torch.Tensor, sizes: Sequence[Any], dim: int, step: int) -> torch.Tensor:
+    """Sum windows that all but cover the tensor: each is put in a row as long as the tensor.
+
+    Blocks of them would be as many as the square of what a window has.
+
+    Before: %1 = unfold_backward(%g, [B, L], 1, 4, 1)              with %g of [B, N, 4]
+    After:  %r = slice(view(pad(%g, [0, L + 1 - 4]), [B, N * (L + 1)]), N * L)     skewed by a step
+            %1 = sum(view(%r, [B, N, L]), 1)
+    """
+    before, after = list(sizes[:dim]), list(sizes[dim + 1 :])
+    count, size, length = windows.shape[dim], windows.shape[dim + 1], sizes[dim]
+    around = [0, 0] * len(after) + [0, length + step - size]
+    padded = aten.constant_pad_nd.default(windows, around, 0)
+    flat = padded.reshape(*before, count * (length + step), *after)
+    rows = aten.slice.Tensor(flat, dim, 0, count * length)
+    return torch.sum(rows.reshape(*before, count, length, *after), dim, dtype=windows.dtype)
 
 
 def _are_windows(

@@ -40,6 +40,15 @@ def test_windows_are_summed_in_eagers_order(data: st.DataObject) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, check_stride=True)
 
 
+def test_few_long_windows_take_little_memory() -> None:
+    arguments = ([200_004], 0, 200_000, 1)
+    gradient = torch.randn(5, 200_000)
+    expected = aten.unfold_backward.default(gradient, *arguments)
+    torch.testing.assert_close(overlaps.unfold_backward(gradient, *arguments), expected)
+    actual = overlaps.unfold_backward(gradient[0, :1], [], 0, 1, 1)  # of a scalar
+    torch.testing.assert_close(actual, gradient[0, 0])
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_diagonal_that_is_put(data: st.DataObject) -> None:
