@@ -50,7 +50,8 @@ def embedding_bag(
     bag = aten.slice.Tensor(torch.cumsum(starts, 0), 0, 0, length) - 1
     counts = is_in = _counts(indices, padding_idx)
     if include_last_offset:
-        bag, is_in = _ended(bag, offsets, is_in, weight.dtype is torch.float32 and padding_idx < 0)
+        bag = _ended(bag, offsets)
+        is_in = _cut(is_in, offsets, count, weight.dtype, padding_idx)
     rows = _weighed(aten.embedding.default(weight, indices), per_sample_weights, is_in)
     bags = torch.index_add(weight.new_zeros([count, weight.shape[1]]), 0, bag, rows)
     sizes = torch.scatter_add(offsets.new_zeros([count]), 0, bag, counts.to(offsets.dtype))
@@ -88,6 +89,7 @@ def embedding_bag_backward(
     if mode == _MEAN:
         gradient = gradient / torch.clamp(sizes, min=1).unsqueeze(-1)
     counts = _counts(indices, padding_idx)
+    counts = _cut(counts, offsets, gradient.shape[0], gradient.dtype, padding_idx)
     rows = _weighed(torch.index_select(gradient, 0, bag), per_sample_weights, counts)
     return torch.index_add(gradient.new_zeros([num_weights, gradient.shape[1]]), 0, indices, rows)
 
@@ -109,7 +111,9 @@ def weights_backward(
     if mode != _SUM or weight.dtype not in (torch.float32, torch.float64):
         return NotImplemented
     rows = aten.embedding.default(weight, indices) * torch.index_select(gradient, 0, bag)
-    return torch.where(_counts(indices, padding_idx), torch.sum(rows, -1), 0)
+    counts = _counts(indices, padding_idx)
+    counts = _cut(counts, offsets, gradient.shape[0], weight.dtype, padding_idx)
+    return torch.where(counts, torch.sum(rows, -1), 0)
 
 
 def _counts(indices: torch.Tensor, padding_idx: int) -> torch.Tensor:
@@ -119,20 +123,25 @@ def _counts(indices: torch.Tensor, padding_idx: int) -> torch.Tensor:
     return indices != padding_idx
 
 
-def _ended(
-    bag: torch.Tensor, offsets: torch.Tensor, counts: torch.Tensor, is_cut: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give what is beyond the end to the last bag, and say which elements are of those that count.
-
-    Args:
-        is_cut: whether none beyond the end is: so are eager's kernels of f32 without padding.
-    """
+def _ended(bag: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Give what is beyond the end to the last bag."""
     last = offsets.shape[0] - 2
     end, start = (aten.select.int(offsets, 0, place) for place in (-1, last))
-    bag = torch.minimum(bag, last + (end < start).to(bag.dtype))  # no such bag: an error
-    if is_cut:
-        counts = counts & (torch.arange(bag.shape[0], device=bag.device) < end)
-    return bag, counts
+    return torch.minimum(bag, last + (end < start).to(bag.dtype))  # no such bag: an error
+
+
+def _cut(
+    counts: torch.Tensor, offsets: torch.Tensor, bags: int, dtype: torch.dtype, padding_idx: int
+) -> torch.Tensor:
+    """Say which elements count that are not beyond the end, where eager's kernels leave those out.
+
+    They are the kernels of f32 without padding. What eager's backward gives such elements is read
+    beyond its gradient: here it is zero.
+    """
+    if offsets.shape[0] == bags or dtype is not torch.float32 or padding_idx >= 0:
+        return counts
+    end = aten.select.int(offsets, 0, -1)
+    return counts & (torch.arange(counts.shape[0], device=counts.device) < end)
 
 
 def _weighed(

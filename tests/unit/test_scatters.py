@@ -103,6 +103,24 @@ def test_bags_and_their_gradients(data: st.DataObject) -> None:
         torch.testing.assert_close(bags.weights_backward(*given_), op(*given_))
 
 
+def test_what_is_beyond_the_last_bag_has_no_gradient() -> None:
+    indices, offsets = torch.tensor([0, 3, 1, 3, 2, 3]), torch.tensor([0, 1, 4])
+    held, bag = indices[:4], torch.tensor([0, 1, 1, 1])
+    weight, per_sample = torch.randn(4, 3, requires_grad=True), torch.randn(6, requires_grad=True)
+    gradient = torch.randn(2, 3)
+    rows = weight[held] * per_sample[:4, None]
+    reference = torch.zeros(2, 3).index_add(0, bag, rows)
+    expected = torch.autograd.grad(reference, (weight, per_sample), gradient)
+    ours = bags.embedding_bag(weight, indices, offsets, False, 0, False, per_sample, True)
+    torch.testing.assert_close(ours[0], reference)
+    rest = [4, False, 0, False, per_sample]
+    actual = (
+        bags.embedding_bag_backward(gradient, indices, offsets, *ours[1:], *rest),
+        bags.weights_backward(gradient, weight, indices, offsets, ours[1], 0),
+    )
+    torch.testing.assert_close(actual, expected)
+
+
 def test_gradients_of_a_norm_of_weights() -> None:
     three = [4, 3, 5]
     for dim, shape, lengths in ((0, three, [4, 1, 1]), (2, three, [1, 1, 5]), (0, [5], [5])):
