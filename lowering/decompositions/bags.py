@@ -127,7 +127,8 @@ def _ended(bag: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Give what is beyond the end to the last bag."""
     last = offsets.shape[0] - 2
     end, start = (aten.select.int(offsets, 0, place) for place in (-1, last))
-    return torch.minimum(bag, last + (end < start).to(bag.dtype))  # no such bag: an error
+    bag = torch.minimum(bag, last + (end < start).to(bag.dtype))  # no such bag: an error
+    return bag
 
 
 def _cut(
