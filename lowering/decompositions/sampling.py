@@ -36,7 +36,9 @@ def grid_sampler_2d(
     samples: torch.Tensor = _PYTORCHS(image, grid, mode, padding, align_corners)
     if (mode, padding) != (_BILINEAR, _ZEROS):
         return samples
-    return samples + torch.sum(grid * 0, -1).unsqueeze(1)  # of infinity, it is NaN
+    height, width = (size * 0.5 - 0.5 * align_corners for size in image.shape[2:])
+    x, y = (grid[..., 0] + 1) * width, (grid[..., 1] + 1) * height  # infinite places are NaN
+    return samples + (x * 0 + y * 0).unsqueeze(1)
 
 
 DECOMPOSITIONS = {_OP.default: grid_sampler_2d}
