@@ -14,6 +14,8 @@ _PYTORCHS = get_decompositions([aten.binary_cross_entropy])
 
 def binary_cross_entropy(x: torch.Tensor, target: torch.Tensor, *args: Any) -> Any:
     """Decompose `aten.binary_cross_entropy`: PyTorch does not check values between 0 and 1."""
+    if x.dtype != target.dtype:
+        return NotImplemented  # eager's error
     for name, given in (("input", x), ("target", target)):
         text = f"all elements of {name} should be between 0 and 1"
         aten._assert_async.msg(((given >= 0) & (given <= 1)).all(), text)

@@ -218,6 +218,9 @@ def test_probabilities_are_checked_on_the_device() -> None:
         for call in (F.binary_cross_entropy, compiled):
             with pytest.raises(RuntimeError, match=f"elements of {name} should be between 0 and 1"):
                 call(x, target)
+    compiled = torch.compile(F.binary_cross_entropy, backend="npu_iree")
+    with pytest.raises(RuntimeError, match="Found dtype BFloat16 but expected Float"):
+        compiled(good, good.bfloat16())
 
 
 def test_the_error_says_where() -> None:
