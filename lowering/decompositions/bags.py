@@ -127,8 +127,7 @@ def _ended(bag: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Give what is beyond the end to the last bag."""
     last = offsets.shape[0] - 2
     end, start = (aten.select.int(offsets, 0, place) for place in (-1, last))
-    bag = torch.minimum(bag, last + (end < start).to(bag.dtype))  # no such bag: an error
-    return bag
+    return torch.minimum(bag, last + (end < start).to(bag.dtype))  # no such bag: an error
 
 
 def _cut(
@@ -141,7 +140,7 @@ def _cut(
     """
     if offsets.shape[0] == bags or dtype is not torch.float32 or padding_idx >= 0:
         return counts
-    end = aten.select.int(offsets, 0, -1)
+    end: torch.Tensor = aten.select.int(offsets, 0, -1)
     return counts & (torch.arange(counts.shape[0], device=counts.device) < end)
 
 
