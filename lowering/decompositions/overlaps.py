@@ -64,7 +64,8 @@ def _sum_of_few(windows: torch.Tensor, sizes: Sequence[Any], dim: int, step: int
     padded = aten.constant_pad_nd.default(windows, around, 0)
     flat = padded.reshape(*before, count * (length + step), *after)
     rows = aten.slice.Tensor(flat, dim, 0, count * length)
-    return torch.sum(rows.reshape(*before, count, length, *after), dim, dtype=windows.dtype)
+    added = torch.sum(rows.reshape(*before, count, length, *after), dim, dtype=windows.dtype)
+    return added.clone(memory_format=torch.contiguous_format)
 
 
 def _are_windows(
