@@ -165,9 +165,8 @@ class Tuning:
             if c.flags != default.flags and c.traits <= program.traits
         ]
         modules, trials = {DEFAULT: default}, {DEFAULT: Trial(name=DEFAULT, flags=default.flags)}
-        for candidate, (built, ms) in zip(
-            others, _compiled(default, others, toolchain), strict=True
-        ):
+        compiled = _compiled(default, others, toolchain)
+        for candidate, (built, ms) in zip(others, compiled, strict=True):
             trial = Trial(name=candidate.name, flags=candidate.flags, compile_ms=ms)
             if isinstance(built, StageError):
                 trials[candidate.name] = replace(trial, problem=built.summary)
@@ -189,7 +188,12 @@ class Tuning:
             cost_ms=(time.perf_counter() - started) * 1e3,
             trials=tuple(trials.values()),
         )
-        return replace(modules[record.winner], tuning=record.to_json())
+        is_passing = any(isinstance(b, StageError) and b.is_passing for b, _ in compiled)
+        return replace(
+            modules[record.winner],
+            tuning=record.to_json(),
+            is_lasting=default.is_lasting and not is_passing,
+        )
 
 
 def _winner(trials: Iterable[Trial], noise: float) -> str:

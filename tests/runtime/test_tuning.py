@@ -10,6 +10,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import npu_iree
 from lowering import own_python
 from lowering.build import Builder
 from lowering.cache import ArtifactCache, Entry
+from lowering.errors import StageError
 from lowering.pipeline import Toolchain
 from lowering.program import Program
 from lowering.service import Fault
@@ -110,6 +112,20 @@ def test_a_compiler_that_crashes_costs_a_candidate_only(
     trials = by_name(TuningRecord.from_json(entry.tuning or {}))
     assert "SIGABRT" in trials["untiled"].problem
     assert (trials[DEFAULT].problem, entry.vmfb) == ("", default.vmfb)
+
+
+@pytest.mark.parametrize("was_killed", [True, False])
+def test_a_candidate_whose_compiler_was_killed_is_tried_again_by_the_next_process(
+    was_killed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = StageError("flow-to-vmfb", "the compiler died of SIGKILL", was_killed=was_killed)
+    monkeypatch.setattr("lowering.tuning._compiled", lambda *_: [(error, 1.0)])
+    tuning = Tuning(level="quick", measure=lambda *_: ({}, 0.0))
+    program = Mock(Program, traits=frozenset())
+    default, target = Entry({}, (), b"", ""), vendor(untiled=UNTILED).compile
+    made = tuning.tuned(program, default, target, Toolchain())
+    assert "SIGKILL" in by_name(TuningRecord.from_json(made.tuning or {}))["untiled"].problem
+    assert made.is_lasting is not was_killed
 
 
 def test_a_module_that_ends_the_process_costs_itself_only(
