@@ -296,6 +296,18 @@ def place_behind(path: Path) -> Path:
     return Path(os.path.realpath(path)) if is_followed else path
 
 
+def _place(path: Path) -> Path:
+    """Return the file that is to be replaced.
+
+    Raises:
+        OSError: it is a link that leads to itself.
+    """
+    place = place_behind(path)
+    if place.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    return place
+
+
 def try_to_write(path: Path) -> None:
     """Find out whether a file, and the folders above it, can be made; nothing is left of the try.
 
@@ -306,7 +318,7 @@ def try_to_write(path: Path) -> None:
         if not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return
-    folder = next(folder for folder in place_behind(path).absolute().parents if folder.exists())
+    folder = next(folder for folder in _place(path).absolute().parents if folder.exists())
     with tempfile.TemporaryFile(dir=folder):
         pass
 
@@ -317,7 +329,6 @@ def write_atomically(path: Path, data: bytes) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     with opened_atomically(path) as file:
         file.write(data)
 
@@ -343,10 +354,13 @@ def opened_atomically(path: Path) -> Iterator[BinaryIO]:
 def replacement(path: Path) -> Iterator[Path]:
     """Give an empty file that takes the place of another when the block has ended without error.
 
+    The folders above it are made.
+
     Raises:
         OSError: it cannot be made, or not take that place.
     """
-    place = place_behind(path)
+    place = _place(path)
+    place.parent.mkdir(parents=True, exist_ok=True)
     name = place.with_name(f".{place.name}.{os.getpid()}.{secrets.token_hex(4)}")
     os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))  # less the umask
     try:

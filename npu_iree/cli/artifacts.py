@@ -160,7 +160,6 @@ def _write(output: Path, tensors: dict[str, torch.Tensor]) -> None:
     arrays = {name: _array(tensor) for name, tensor in tensors.items()}
     try:
         if output.suffix == ".npz":
-            output.parent.mkdir(parents=True, exist_ok=True)
             with opened_atomically(output) as file:
                 np.savez(file, **arrays)
             return

@@ -146,7 +146,6 @@ def export_entries(file: Path) -> None:
     cache, denials = _cache(), _denials()
     entries = list(cache.entries())
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
         with (
             opened_atomically(file) as whole,
             zipfile.ZipFile(whole, "w", strict_timestamps=False) as archive,

@@ -207,7 +207,6 @@ def write_files(
 ) -> None:
     """Write an artifact and its parameters: neither is there before both are written."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with opened_atomically(path) as file:
             file.write(artifact)
             file.flush()

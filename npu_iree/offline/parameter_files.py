@@ -95,7 +95,6 @@ def save_parameters(tensors: Mapping[str, torch.Tensor], path: str | os.PathLike
     if is_written_through(path):
         raise ArtifactError(path, "parameters are written to a file, and it is none")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with replacement(path) as scratch:
             permissions = scratch.stat().st_mode  # as for any file; the writers give fewer
             _FORMATS[path.suffix].write(dense, scratch)

@@ -481,8 +481,9 @@ def test_what_cannot_be_written_is_not_compiled_first(
 ) -> None:
     monkeypatch.setattr(build, "capture_exports", None)
     model = SmallModel(Net(), (torch.ones(2, 4),))
-    for path in (Path("/proc/x.vmfb"), tmp_path / "taken" / "new" / "x.vmfb"):
-        (tmp_path / "taken").touch()
+    (tmp_path / "taken").touch()
+    (loop := tmp_path / "loop.vmfb").symlink_to("loop.vmfb")
+    for path in (Path("/proc/x.vmfb"), tmp_path / "taken" / "new" / "x.vmfb", loop):
         with pytest.raises(npu_iree.ArtifactError, match=f"{path}.* cannot be written"):
             compiled({"main": model}, path)
 
@@ -490,7 +491,6 @@ def test_what_cannot_be_written_is_not_compiled_first(
 @pytest.mark.usefixtures("shared_cache")
 def test_a_link_stays_and_leads_to_what_is_written(tmp_path: Path) -> None:
     model, latest = SmallModel(Net(), (torch.ones(2, 4),)), tmp_path / "latest.vmfb"
-    (tmp_path / "kept").mkdir()
     latest.symlink_to("kept/v1.vmfb")
     compiled({"main": model}, latest)
     assert latest.is_symlink()
