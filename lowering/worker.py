@@ -91,8 +91,10 @@ def _load_compilers() -> None:
 
 
 def _serve(head: dict[str, Any], body: bytes) -> tuple[dict[str, Any], bytes]:
-    with contextlib.suppress(OSError):  # it is gone; most flags name no files
+    try:
         os.chdir(head["folder"])
+    except OSError:  # it is gone; most flags name no files, and none those of the last request
+        os.chdir("/")
     _limit_memory(head["memory_limit_bytes"])
     stage = _stage(head["stage"])
     options = CompileOptions.from_json(head["options"])

@@ -413,6 +413,22 @@ def test_a_folder_of_the_users_cannot_shadow_what_a_worker_imports(
     assert b"linalg" in lower(service)
 
 
+def test_a_worker_does_not_stay_in_the_folder_of_the_last_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: CompileService
+) -> None:
+    def folders() -> set[Path]:
+        return {Path(f"/proc/{pid}/cwd").readlink() for pid in worker_pids()}
+
+    monkeypatch.chdir(tmp_path)
+    lower(service)
+    assert tmp_path in folders()
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir("gone")
+    (tmp_path / "gone").rmdir()
+    lower(service)
+    assert tmp_path not in folders()
+
+
 def test_a_forked_process_has_workers_of_its_own() -> None:
     done = run("fork", NPU_IREE_CACHE="off")
     assert done["child"]["right"]
