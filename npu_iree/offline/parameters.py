@@ -124,9 +124,12 @@ class Parameters:
 
 
 def file_beside(artifact: Path, name: str) -> Path:
-    """Return the file of a name beside an artifact, or beside the one that a link leads to."""
-    file = artifact.with_name(name)
-    return file if file.exists() else place_behind(artifact).with_name(name)
+    """Return the file of a name beside the artifact that a link leads to, or beside the link.
+
+    What is written goes there; beside the link there may be that of another version.
+    """
+    file = place_behind(artifact).with_name(name)
+    return file if file.exists() else artifact.with_name(name)
 
 
 def _wanted(manifest: Manifest, known: Collection[str]) -> list[Parameter]:
