@@ -286,8 +286,22 @@ def _decompressed(data: bytes) -> bytes:
 
 
 def is_written_through(path: Path) -> bool:
-    """Say whether something is there that no file may take the place of: a device, a pipe."""
-    return path.exists() and not os.path.isfile(os.path.realpath(path))
+    """Say whether something is there that no file may take the place of: a device, a pipe.
+
+    So is a file that this process has open, by the name of the descriptor: it goes on in there.
+    """
+    is_other = path.exists() and not os.path.isfile(os.path.realpath(path))
+    return is_other or _descriptor(path) is not None
+
+
+def _descriptor(path: Path) -> int | None:
+    """Return which of our own descriptors a path leads to, as `/dev/stdout` does on Linux."""
+    ours = os.path.realpath("/proc/self/fd")
+    while path.is_symlink() and path.exists():  # a link to itself does not
+        if os.path.realpath(path.parent) == ours:
+            return int(path.name)
+        path = path.parent / path.readlink()
+    return None
 
 
 def place_behind(path: Path) -> Path:
@@ -337,13 +351,14 @@ def write_atomically(path: Path, data: bytes) -> None:
 def opened_atomically(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing that is there, as a whole, when the block has ended without error.
 
-    What is no file, such as a pipe, is written as it is.
+    What is no file, such as a pipe, is written as it is; a descriptor of ours, from where it is.
 
     Raises:
         OSError: it cannot be written.
     """
     if is_written_through(path):
-        with path.open("wb") as file:
+        descriptor = _descriptor(path)  # to open it anew would empty its file
+        with open(path if descriptor is None else os.dup(descriptor), "wb") as file:
             yield file
         return
     with replacement(path) as name, name.open("wb") as file:

@@ -15,6 +15,7 @@ import torch
 
 import npu_iree
 from command import Ended, invoke
+from lowering.cache import write_atomically
 from lowering.decompositions import decomposition_table
 from lowering.errors import ExportError
 from lowering.vmfb import read_manifest
@@ -495,7 +496,14 @@ def test_a_link_stays_and_leads_to_what_is_written(tmp_path: Path) -> None:
     compiled({"main": model}, latest)
     assert latest.is_symlink()
     assert {p.name for p in (tmp_path / "kept").iterdir()} == {"v1.vmfb", "v1.irpa"}
+    (tmp_path / "v1.irpa").write_bytes(b"another version's")
     npu_iree.load(latest)
+    (tmp_path / "kept" / "v1.irpa").replace(tmp_path / "v1.irpa")
+    npu_iree.load(latest)
+    (report := tmp_path / "report").symlink_to("reports/1")
+    write_atomically(report, b"a report")
+    assert report.is_symlink()
+    assert report.read_bytes() == b"a report"
 
 
 def test_what_is_no_file_is_written_through(
@@ -513,6 +521,20 @@ def test_what_is_no_file_is_written_through(
     with pytest.raises(npu_iree.ArtifactError, match="written to a file, and it is none"):
         npu_iree.save_parameters({}, tmp_path / "pipe.irpa")
     assert all(p.is_fifo() for p in tmp_path.iterdir())
+
+
+def test_what_is_written_to_a_descriptor_stands_between_what_else_is_written_there(
+    tmp_path: Path,
+) -> None:
+    """As to `/dev/stdout`, which leads there."""
+    path, out = tmp_path / "out.txt", tmp_path / "out"
+    with path.open("wb", buffering=0) as file:
+        out.symlink_to(f"/proc/self/fd/{file.fileno()}")
+        file.write(b"before ")
+        write_atomically(out, b"between ")
+        file.write(b"after")
+    assert path.read_bytes() == b"before between after"
+    assert {*tmp_path.iterdir()} == {path, out}
 
 
 @pytest.mark.usefixtures("shared_cache")
