@@ -184,7 +184,7 @@ def _by_planes(
         )
         total = part if total is None else total + part
     result: torch.Tensor = total.unflatten(0, (x.shape[0], count)).transpose(1, 2)
-    return result
+    return result.contiguous()
 
 
 def _transposed(

@@ -47,6 +47,7 @@ def test_a_convolution_and_its_gradients(call: tuple[list[torch.Tensor], list[ob
     actual = convolution.convolution(*tensors, *rest)
     if actual is not NotImplemented:
         torch.testing.assert_close(actual, expected)
+        assert actual.is_contiguous() == expected.is_contiguous()
     x, weight, bias = tensors
     backward = (torch.randn_like(expected), x, weight, list(bias.shape), *rest, [True] * 3)
     gradients = convolution.convolution_backward(*backward)
