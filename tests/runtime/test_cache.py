@@ -338,7 +338,7 @@ def test_a_damaged_entry_is_rebuilt(
 def test_what_cannot_be_read_just_now_stays(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(path: Path, *_: Any) -> bytes:
+    def fail(path: Path, *_: Any, **__: Any) -> bytes:
         raise OSError(errno.EMFILE, "Too many open files", str(path))
 
     cache, record = ArtifactCache(folder), DenialRecord(folder / "denials.json")
