@@ -161,10 +161,9 @@ class Device:
         for array in arrays:
             array.ready.copy_finding()
         wait_all(points, timeout_s)
-        if self.order is not None:
-            for point in self.order():
-                with contextlib.suppress(DeviceError):
-                    point.wait(timeout_s)
+        for point in self.order() if self.order is not None else ():
+            with contextlib.suppress(DeviceError):
+                point.wait(timeout_s)
         return [self.as_tensor(v, a.dtype) for v, a in zip(views, arrays, strict=True)]
 
     def as_tensor(self, view: object, dtype: torch.dtype) -> torch.Tensor:
@@ -234,8 +233,8 @@ class Device:
     @property
     def is_free(self) -> bool:
         """Whether new work may start at once: nobody holds it, and nobody has ordered it."""
-        is_ordered = self.order is not None and bool(self.order())
-        return not self._held and not is_ordered and not self._is_of_parent
+        is_ordered = self.order is not None and self.order()
+        return not (self._held or is_ordered or self._is_of_parent)
 
     def start_point(self, after: Timepoint | None = None) -> Timepoint:
         """Return the point from which new work may start: now, unless it is held or ordered."""
@@ -253,18 +252,15 @@ class Device:
         self._is_of_parent = True
 
     def refuse_child(self) -> None:
-        """Raise in a process that was forked off.
-
-        Who takes locks asks first: another thread of the parent may have held them, for ever here.
+        """Raise in a forked child; before a lock is taken that a thread of the parent may have had.
 
         Raises:
             NpuIreeError: the device runs in the parent alone.
         """
         if self._is_of_parent:
             raise NpuIreeError(
-                f"the device of {self.target.name} was opened before this process was forked, and "
-                "runs in the parent alone: compile again here (torch._dynamo.reset()), or start "
-                "processes by `spawn`"
+                f"the device of {self.target.name}, opened before this process was forked, runs in "
+                "the parent alone: compile again (torch._dynamo.reset()), or start by `spawn`"
             )
 
     def __repr__(self) -> str:
