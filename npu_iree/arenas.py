@@ -35,7 +35,7 @@ class Arena:
     def is_free_for(self, points: Sequence[Timepoint]) -> bool:
         """Say whether a call may use it that waits for these points in time.
 
-        The call that has used it last has ended, or this one begins after it. After a call that has
+        The call that has used it last has ended, or this one waits for it. After a call that has
         failed, which may not have ended in all of its parts, it is never free.
         """
         if self._is_lent:

@@ -113,8 +113,8 @@ class PrecompiledGraph(OutputCode):
         context = TracingContext.get()
         assert context.fake_mode is not None
         graph_module = graph_from_bytes(self.pickled, context.fake_mode)
-        with _as_file(self.bundle) as bundle:
-            options = replace(self.graph.options, bundle=bundle if self.bundle else None)
+        with _as_file(self.bundle) if self.bundle else contextlib.nullcontext() as bundle:
+            options = replace(self.graph.options, bundle=bundle)
             try:
                 self.run = replace(self.graph, options=options).load(graph_module).run
             except ArtifactError as error:

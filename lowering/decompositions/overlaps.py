@@ -16,7 +16,7 @@ _PYTORCHS = get_decompositions([aten.unfold_backward])
 def unfold_backward(
     gradient: torch.Tensor, sizes: Sequence[Any], dim: int, size: int, step: int
 ) -> Any:
-    """Decompose `aten.unfold_backward` into one sum, in the order in which eager adds windows.
+    """Decompose `aten.unfold_backward` into one sum.
 
     PyTorch adds element by element of the window, or where an index says. Here windows are cut into
     blocks as long as a step: the blocks that meet in one place are read side by side.
@@ -25,9 +25,8 @@ def unfold_backward(
     After:  %b = view(pad(%g, [1, 2] windows), [B, (N + 3) * 2, 2])
             %1 = slice(view(sum(view(%b[:, [1, 2, 3, 4, ...]], [B, N + 2, 2, 2]), 2), [B, -1]), L)
     """
-    rank = len(sizes)
-    dim = dim % rank if rank else 0
-    if not rank or gradient.dim() != rank + 1 or not _are_windows(gradient, sizes, dim, size, step):
+    dim %= max(len(sizes), 1)
+    if not _are_windows(gradient, sizes, dim, size, step):
         return _PYTORCHS[aten.unfold_backward.default](gradient, sizes, dim, size, step)
     before, after = list(sizes[:dim]), list(sizes[dim + 1 :])
     windows = gradient.movedim(-1, dim + 1)
@@ -73,6 +72,8 @@ def _are_windows(
 ) -> bool:
     """Say whether a gradient has all windows of a tensor; of all others, it may have one."""
     if size <= 0 or step <= 0 or gradient.dtype is torch.bool:
+        return False
+    if not sizes or gradient.dim() != len(sizes) + 1:
         return False
     wanted = [*sizes, size]
     wanted[dim] = (sizes[dim] - size) // step + 1
