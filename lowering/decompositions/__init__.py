@@ -43,6 +43,7 @@ from lowering.decompositions import (
     weight_norm,
 )
 from lowering.decompositions.halves import with_halves
+from lowering.decompositions.layouts import with_layouts
 from lowering.decompositions.narrow import with_narrow
 from lowering.decompositions.scalars import with_scalars
 
@@ -146,6 +147,7 @@ def _default_table() -> dict[OpOverload, Callable[..., Any]]:
     pytorchs = {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS)}
     taken = {op: fn for op, fn in pytorchs.items() if not matches(str(op), KEPT_OPS)}
     table = {**taken, **ours}
+    table |= with_layouts(table)
     table |= with_scalars(table)
     table |= with_halves(table)
     return {**table, **with_narrow(table)}
