@@ -234,6 +234,7 @@ def _bundle() -> None:
         _IS_BUNDLED.set(True)
 
 
+@torch._dynamo.disable  # called with a lock held that a compile of Dynamo's asks for, too
 def _unbundle(_: CallbackArgs) -> None:
     if _IS_BUNDLED.get():
         functorch_config.bundled_autograd_cache = False

@@ -265,6 +265,34 @@ def test_a_training_step_is_traced_once(
     assert found["autograd_cache_saved"] == 1
 
 
+@pytest.mark.timeout(120, method="thread")  # two compiles that wait for each other
+@pytest.mark.parametrize("backend", ["npu_iree", "aot_eager"])
+def test_a_backward_pass_within_what_is_compiled(backend: str, found: Counter[str]) -> None:
+    """The function is cut there; the second graph is compiled while Dynamo looks at each call.
+
+    By another backend, too, after a step of ours.
+    """
+    weight = torch.randn(8, 8, requires_grad=True)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ weight).sum()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss(x).backward()
+        return x + 1
+
+    (expected,) = torch.autograd.grad(loss(X), weight)
+    for hits in (0, 1):
+        anew(loss)(X).backward()
+        assert found["autograd_cache_hit"] == hits
+        weight.grad = None
+        compiled: Any = torch.compile(step, backend=backend)
+        assert_same(compiled(X), X + 1)
+        assert_same(weight.grad, expected)
+        weight.grad = None
+        found.clear()
+
+
 class Trained(nn.Module):
     """What writes to its buffers, and draws numbers, in training."""
 
