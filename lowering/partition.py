@@ -22,6 +22,7 @@ from lowering.nodes import (
     MOVE_OPS,
     STORAGE_OPS,
     draws_random_numbers,
+    has_no_such_dim,
     is_one_of,
     is_scalar,
     makes_sizes,
@@ -197,7 +198,8 @@ def _why_host(
         return _host_op(node, "unsupported", why_not) if why_not else None
     if node.target.namespace not in ("aten", "prims") and name not in capabilities.ops:
         return _host_op(node, "unsupported", "a custom op without a kernel (register_kernel)")
-    why_not = capabilities.why_not(name, node_tensors(node))
+    no_dim = "its input has no such dimension" if has_no_such_dim(node) else None
+    why_not = no_dim or capabilities.why_not(name, node_tensors(node))
     return _host_op(node, "unsupported", why_not) if why_not else None
 
 

@@ -234,7 +234,8 @@ def _bundle() -> None:
         _IS_BUNDLED.set(True)
 
 
-@torch._dynamo.disable  # called with a lock held that a compile of Dynamo's asks for, too
+# Called with a lock held that a compile of Dynamo's asks for, too.
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
 def _unbundle(_: CallbackArgs) -> None:
     if _IS_BUNDLED.get():
         functorch_config.bundled_autograd_cache = False

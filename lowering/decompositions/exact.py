@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lowering.decompositions.promotion import promoted
 
@@ -127,7 +128,7 @@ def var(
 ) -> Any:
     """Decompose `aten.var` of fewer elements than the correction: it divides by zero, not less.
 
-    So where there may be as few: of a number that is not known, and a correction above 1.
+    So where there may be as few, of a number that is not known.
     """
     if x.dtype.is_complex:
         return NotImplemented
@@ -135,7 +136,7 @@ def var(
     count = math.prod(x.shape[d] for d in dims) if x.dim() else 1
     least = 1 if correction is None else correction
     if not isinstance(count, int):
-        if least <= 1:
+        if statically_known_true(count >= least):
             return NotImplemented
         squares = torch.sum(torch.square(x - torch.mean(x, dims, True)), dims, keepdim)
         return squares / torch.sym_max(count - least, 0)

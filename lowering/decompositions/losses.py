@@ -1,25 +1,11 @@
-"""Losses that PyTorch's decompositions do not check, or give other values for than eager."""
+"""Losses of which PyTorch's decompositions give other values than eager."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch._decomp import get_decompositions
 
 aten = torch.ops.aten
 _NONE, _MEAN = 0, 1  # reductions; the third is the sum
-_PYTORCHS = get_decompositions([aten.binary_cross_entropy])
-
-
-def binary_cross_entropy(x: torch.Tensor, target: torch.Tensor, *args: Any) -> Any:
-    """Decompose `aten.binary_cross_entropy`: PyTorch does not check values between 0 and 1."""
-    if x.dtype != target.dtype:
-        return NotImplemented  # eager's error
-    for name, given in (("input", x), ("target", target)):
-        text = f"all elements of {name} should be between 0 and 1"
-        aten._assert_async.msg(((given >= 0) & (given <= 1)).all(), text)
-    return _PYTORCHS[aten.binary_cross_entropy.default](x, target, *args)
 
 
 def multilabel_margin_loss(
@@ -63,6 +49,5 @@ def replace_pytorchs() -> None:
 
 
 DECOMPOSITIONS = {
-    aten.binary_cross_entropy.default: binary_cross_entropy,
     aten.multilabel_margin_loss_forward.default: multilabel_margin_loss,
 }

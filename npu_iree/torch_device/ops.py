@@ -29,7 +29,7 @@ from npu_iree.torch_device.calls import (
     scan,
 )
 from npu_iree.torch_device.current import NAME, different_devices, frames, index_of, is_on_npu
-from npu_iree.torch_device.forms import FORMS, STATIC, Form, Probe
+from npu_iree.torch_device.forms import FORMS, NEEDS_ELEMENTS, STATIC, Form, Probe
 from npu_iree.torch_device.host import run_on_host
 from npu_iree.torch_device.kept import Kept
 from npu_iree.torch_device.kernels import Bound, NoKernelError, family
@@ -167,6 +167,8 @@ class EagerOp:
                     _refuse_devices(leaves, self.op)
                 if leaf.layout is not torch.strided:
                     return f"no device buffer holds the layout {leaf.layout}"
+                if self._functional in NEEDS_ELEMENTS and not leaf.numel():
+                    return "its argument has no elements"
         return ""
 
     def _indices(self, args: Sequence[Any]) -> Iterator[Any]:

@@ -219,6 +219,20 @@ def test_the_host_can_be_forbidden() -> None:
         torch.npu.set_fallback("never")
 
 
+def test_the_spread_of_nothing_is_no_number() -> None:
+    """One kernel serves all sizes, and none is divided by less than nothing."""
+    x = torch.rand(3, 4)
+    for size in (3, 1, 0):
+        for correction in (0, 1, 2):
+            expected = (
+                x[:size].var(correction=correction),
+                x[:size, :1].var(0, correction=correction),
+            )
+            a = x.to(NPU)[:size]
+            given = a.var(correction=correction), a[:, :1].var(0, correction=correction)
+            assert_same([v.cpu() for v in given], list(expected))
+
+
 def test_host_ops_write_to_what_they_are_given() -> None:
     for where in ("cpu", "npu"):
         values, indices = torch.empty(2, device=where), torch.empty(2, device=where).long()

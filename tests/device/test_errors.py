@@ -93,6 +93,11 @@ _REFUSED: list[Callable[[str], object]] = [
     lambda where: torch.add(torch.ones(2, dtype=torch.int8).to(where), 2, alpha=300),
     lambda where: torch.lerp(*torch.ones(2, 2).to(where), 1e39),
     lambda where: torch.mm(*torch.ones(2, 2, 2).to(where), out=torch.ones(2, 2).double().to(where)),
+    lambda where: torch.ones(2, 3).to(where).softmax(5),
+    lambda where: torch.ones(2, 3).to(where).sort(-3),
+    lambda where: torch.ones(2, 3).to(where)[:0].max(),
+    lambda where: torch.ones(2, 3).to(where)[:, :0].min(),
+    lambda where: torch.nn.functional.smooth_l1_loss(*torch.ones(2, 3).to(where), beta=-1.0),
 ]
 
 
@@ -100,7 +105,7 @@ def _error_of(call: Callable[[str], object], where: str) -> str:
     """Say what a call fails with; nothing, where it does not."""
     try:
         call(where)
-    except RuntimeError as error:
+    except (RuntimeError, IndexError) as error:
         return str(error)
     return ""
 

@@ -221,6 +221,33 @@ def test_probabilities_are_checked_on_the_device() -> None:
     compiled = torch.compile(F.binary_cross_entropy, backend="npu_iree")
     with pytest.raises(RuntimeError, match="Found dtype BFloat16 but expected Float"):
         compiled(good, good.bfloat16())
+    drawn = torch.compile(torch.bernoulli, backend="npu_iree")
+    assert_same(drawn(good.round()), good.round())
+    for call in (torch.bernoulli, drawn):
+        with pytest.raises(RuntimeError, match=r"Expected p_in >= 0 && p_in <= 1 to be true"):
+            call(bad)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.softmax(5),
+        lambda x: x.sort(-3)[0],
+        lambda x: F.smooth_l1_loss(x, x + 1, beta=-1.0),
+    ],
+    ids=["softmax", "sort", "smooth_l1_loss"],
+)
+def test_what_only_eagers_kernels_refuse_is_refused(
+    function: Callable[[Tensor], Tensor], counts: Counter[str]
+) -> None:
+    x = torch.ones(2, 3)
+    errors = []
+    for call in (function, torch.compile(function, backend="npu_iree")):
+        with pytest.raises((IndexError, RuntimeError)) as caught:
+            call(x)
+        errors.append(str(caught.value))
+    assert errors[1] == errors[0]
+    assert not counts["healed_ops"]
 
 
 def test_the_error_says_where() -> None:
