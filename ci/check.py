@@ -16,8 +16,9 @@ STEPS = {
     "format": ["ruff", "format", "--check", "."],
     "lint": ["ruff", "check", "."],
     "types": ["mypy"],
-    "tests": ["pytest", "--durations=25"],
-    "device": ["pytest", "tests/device"],  # a process that knows "npu" before its first backward
+    "tests": ["pytest", "-m", "not sweep", "--durations=25"],
+    # A process that knows "npu" before its first backward.
+    "device": ["pytest", "-m", "not sweep", "tests/device"],
 }
 
 

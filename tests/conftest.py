@@ -31,11 +31,12 @@ ONE_IN = 8
 
 @pytest.hookimpl(tryfirst=True)  # before what is marked is left out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave most cases of a test that has many to `pytest -m sweep`, unless a test is named.
+    """Leave most cases of a test that has many to `pytest -m sweep`; run all of one that is named.
 
     Which, depends on their names alone, so that all processes of a run choose the same.
     """
     if any("::" in name for name in config.args):
+        config.option.markexpr = ""
         return
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
