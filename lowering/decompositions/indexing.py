@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._decomp import get_decompositions
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_or
 
 from lowering.decompositions.recursion import Ours
 from lowering.sizes import is_static
@@ -118,6 +119,58 @@ def index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> An
     return _PYTORCHS[op](x, dim, counted, value)
 
 
+def gather(x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False) -> Any:
+    """Decompose `aten.gather` of whole rows, of sizes that are not known.
+
+    IREE would hold the rows of an index that repeats one number on the stack.
+
+    Before: gather(%x, 0, expand(%i, [N, D]))                       with %i of [N, 1], %x of [L, E]
+    After:  index_select(slice(%x, 1, 0, D), 0, view(%i, [N]))
+    """
+    rows = None if is_static(x, index) else _one_for_each_row(dim, index)
+    if rows is None:
+        return NotImplemented
+    return torch.index_select(_first(x, dim, index), dim, rows)
+
+
+def scatter_add(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
+    """Decompose `aten.scatter_add` of whole rows, of sizes that are not known, as `gather`.
+
+    Before: scatter_add(%x, 0, expand(%i, [N, D]), %source)         with %i of [N, 1], %x of [L, D]
+    After:  index_add(%x, 0, view(%i, [N]), %source)
+    """
+    are_all = _first(x, dim, index) is x
+    rows = _one_for_each_row(dim, index) if are_all and not is_static(x, index) else None
+    if rows is None or x.dtype is torch.bool:
+        return NotImplemented
+    source = _first(source, dim, index)
+    if not statically_known_true(source.shape[dim] == index.shape[dim]):
+        source = aten.slice.Tensor(source, dim, 0, index.shape[dim])
+    return torch.index_add(x, dim, rows, source)
+
+
+def _one_for_each_row(dim: int, index: torch.Tensor) -> torch.Tensor | None:
+    """Return the index along a dimension if it is the same for all of the others; or None."""
+    dim = dim % max(1, index.dim())
+    others = [d for d in range(index.dim()) if d != dim]
+    steps, sizes = index.stride(), index.shape
+    if not others or not all(statically_known_true(sizes[d] > 0) for d in others):
+        return None
+    if not all(statically_known_true(sym_or(steps[d] == 0, sizes[d] == 1)) for d in others):
+        return None
+    for d in reversed(others):
+        index = aten.select.int(index, d, 0)
+    return index
+
+
+def _first(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """Return as much as an index has of the other dimensions."""
+    for d, (size, count) in enumerate(zip(x.shape, index.shape, strict=True)):
+        if d != dim % x.dim() and not statically_known_true(size == count):
+            x = aten.slice.Tensor(x, d, 0, count)
+    return x
+
+
 def _from_the_start(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     """Let negative indices be out of range."""
     return torch.where(index < 0, _size(x, dim), index)
@@ -186,9 +239,11 @@ def embedding(weight: torch.Tensor, indices: torch.Tensor, *_: Any) -> Any:
 DECOMPOSITIONS = {
     aten._index_put_impl.default: index_put_impl,
     aten.embedding.default: embedding,
+    aten.gather.default: gather,
     aten.index_add.default: index_add,
     aten.index_copy.default: index_copy,
     aten.index_fill.int_Scalar: index_fill,
     aten.index_fill.int_Tensor: index_fill,
     aten.index_put.default: index_put,
+    aten.scatter_add.default: scatter_add,
 }

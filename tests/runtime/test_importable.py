@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -85,3 +86,24 @@ def test_a_view_may_give_numbers_for_what_is_a_symbol() -> None:
     for batch, tokens in [(2, 3), (5, 7)]:
         x = torch.randn(batch, 4, tokens, 8, generator=GENERATOR)
         assert_same(compiled(x, weight), merged(x, weight))
+
+
+def test_rows_of_a_graphs_edges_are_one_program(cold_counts: Counter[str]) -> None:
+    """One index for each row, repeated along it; how many edges there are is not known."""
+
+    def passed_on(x: torch.Tensor, edges: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        sources, targets = edges.unsqueeze(-1)
+        sent = x.gather(0, sources.expand(-1, x.shape[1] - 1)) * weights
+        taken = torch.ones_like(x[:, 1:]).scatter_add(0, targets.expand(-1, 5), sent)
+        return taken + x.gather(1, edges[:1] % 5)[:, :1] + x[:, :5]
+
+    compiled = torch.compile(passed_on, backend="npu_iree", options={"fallback": "error"})
+    for count in (7, 4, 33):
+        edges = torch.randint(0, 5, (2, count), generator=GENERATOR)
+        weights = torch.rand(count, 1, generator=GENERATOR)
+        torch._dynamo.maybe_mark_dynamic(edges, 1)
+        torch._dynamo.maybe_mark_dynamic(weights, 0)
+        assert_same(compiled(X, edges, weights), passed_on(X, edges, weights))
+    assert (cold_counts["compiles"], cold_counts["refused_flags"]) == (1, 0)
+    with pytest.raises(IndexError, match="out of range"):
+        compiled(X, edges + 1, weights)
