@@ -2,7 +2,7 @@
 
 torch-mlir refuses some windows that hang over the end (`ceil_mode`); where an end is never read and
 the window stands in one place, IREE finds the sizes at odds with each other, as for convolutions.
-Neither has three dimensions.
+Neither has three dimensions, or an image that is in no batch.
 """
 
 from __future__ import annotations
@@ -32,19 +32,29 @@ def avg_pool2d(
 ) -> Any:
     """Decompose `aten.avg_pool2d` where a window hangs over the end, or stands in one place.
 
+    With `ceil_mode`, torch-mlir pads the end by a stride, whether a window hangs over or not. Where
+    windows are of one place, next to each other, IREE then reads all of it: behind the end.
+
     Before: avg_pool2d(%x, 320, ceil_mode=True)                        with %x of [N, C, 7, 9]
     After:  %1 = sum(%x, [-2], True) / 7; sum(%1, [-1], True) / 9
     """
+    rest = count_include_pad, divisor_override
+    if x.dim() == 3:
+        given = kernel_size, stride, padding, ceil_mode, *rest
+        return aten.avg_pool2d.default(x.unsqueeze(0), *given).squeeze(0)
+    if ceil_mode:
+        pool = _Windows.of(x.shape[-2:], kernel_size, stride, padding, ceil_mode)
+        if not pool.hang_over():
+            return aten.avg_pool2d.default(x, kernel_size, stride, padding, False, *rest)
+        is_ours = are_known(pool.sizes) or pool.is_along_one()
+        return _averages(x, pool, *rest) if is_ours else NotImplemented
     if not are_pooled(x.shape[-2:]) or not x.dtype.is_floating_point:
         return NotImplemented
-    pool = _Windows.of(x.shape[-2:], kernel_size, stride, padding, ceil_mode)
-    if pool.hang_over():
-        return _averages(x, pool, count_include_pad, divisor_override)
     kernel, steps, pads = (of_each(v, 2) for v in (kernel_size, stride or kernel_size, padding))
     once = []
     for i, size in enumerate(int(size) for size in x.shape[-2:]):
-        is_plain = kernel[i] == size and not pads[i] and (not ceil_mode or size == 1)
-        if is_plain or places_of(size, kernel[i], steps[i], pads[i], 1, ceil_mode) != 1:
+        is_plain = kernel[i] == size and not pads[i]
+        if is_plain or places_of(size, kernel[i], steps[i], pads[i], 1, False) != 1:
             continue
         seen, padded = min(size, kernel[i] - pads[i]), min(size + 2 * pads[i], kernel[i])
         total = torch.sum(aten.slice.Tensor(x, i - 2, 0, seen), [i - 2], True)
@@ -56,9 +66,7 @@ def avg_pool2d(
         return NotImplemented
     if len(once) == 2:
         return x / divisor_override if divisor_override else x
-    return aten.avg_pool2d.default(
-        x, kernel, steps, pads, ceil_mode, count_include_pad, divisor_override
-    )
+    return aten.avg_pool2d.default(x, kernel, steps, pads, False, *rest)
 
 
 def avg_pool3d(
@@ -166,8 +174,15 @@ class _Windows:
         return amounts
 
     def hang_over(self) -> bool:
-        """Say whether the last windows end behind the padding."""
-        return any((n - 1) * step + k > size + 2 * pad for size, k, step, pad, n in self._each())
+        """Say whether the last windows end behind the padding, or may where sizes are symbols."""
+        return not all(
+            statically_known_true((n - 1) * step + k <= size + 2 * pad)
+            for size, k, step, pad, n in self._each()
+        )
+
+    def is_along_one(self) -> bool:
+        """Say whether windows are of one place, next to each other, along a dimension."""
+        return (1, 1) in zip(self.kernel, self.steps, strict=True)
 
     def divisors(
         self, device: torch.device, count_include_pad: bool, divisor_override: int | None
@@ -197,10 +212,12 @@ class _Windows:
 def _averages(
     x: torch.Tensor, pool: _Windows, count_include_pad: bool, divisor_override: int | None
 ) -> torch.Tensor:
-    """Divide the sums over windows of the padded input; one of 3 dimensions is a batch."""
+    """Divide the sums over windows of the padded input, a batch."""
     padded = aten.constant_pad_nd.default(x, pool.amounts(), 0)
     divisors = pool.divisors(x.device, count_include_pad, divisor_override)
-    averages: torch.Tensor = _sums(padded, pool.kernel, pool.steps) / divisors
+    rounding = None if x.dtype.is_floating_point else "trunc"
+    sums = _sums(padded, pool.kernel, pool.steps)
+    averages: torch.Tensor = torch.div(sums, divisors, rounding_mode=rounding)
     return averages
 
 

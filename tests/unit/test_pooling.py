@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from lowering.decompositions import adaptive, maxima, padding, pooling
+from lowering.decompositions import adaptive, decomposition_table, maxima, padding, pooling
 
 aten = torch.ops.aten
 
@@ -79,6 +81,8 @@ def test_averages_of_a_window_in_one_place_are_pytorchs(data: st.DataObject) -> 
     lead = data.draw(st.sampled_from([(2, 3), (3,)]))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     x = torch.randn(*lead, *pair(data, 1, 6), generator=generator)
+    if data.draw(st.booleans()):
+        x = (x * 9).to(torch.int64)
     try:
         expected = aten.avg_pool2d.default(x, *arguments)
     except RuntimeError:  # the window is larger than the input
@@ -86,6 +90,22 @@ def test_averages_of_a_window_in_one_place_are_pytorchs(data: st.DataObject) -> 
     actual = pooling.avg_pool2d(x, *arguments)
     assume(actual is not NotImplemented)
     torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("mode", ["real", "symbolic"])
+@pytest.mark.parametrize("sizes", [(2, 3, 8, 6), (3, 8, 6), (2, 3, 7, 6)], ids=str)
+def test_windows_of_one_place_are_never_left_to_torch_mlir_with_ceil_mode(
+    sizes: tuple[int, ...], mode: str
+) -> None:
+    def function(x: torch.Tensor) -> Any:
+        return aten.avg_pool2d.default(x, [2, 1], [], [0, 0], True)
+
+    x = torch.randn(sizes, generator=torch.Generator().manual_seed(0))
+    graph = make_fx(function, dict(decomposition_table()), mode)(x)
+    pools = [node for node in graph.graph.nodes if node.target == aten.avg_pool2d.default]
+    assert [node.args[0].meta["val"].dim() for node in pools] == [4]
+    assert not any(node.args[4:5] == (True,) for node in pools)
+    torch.testing.assert_close(graph(x), function(x))
 
 
 @settings(max_examples=200, deadline=None)
