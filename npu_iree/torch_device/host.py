@@ -33,15 +33,16 @@ def run_on_host(
         reason: why it is not run on the device; empty if that is no loss (it reads no tensor).
 
     Raises:
-        UnsupportedOpError: the host is forbidden.
+        UnsupportedOpError: the host is forbidden. What PyTorch refuses is its own error, also then.
     """
-    if reason:
-        tell(op, reason)
     read = _given(op, args, kwargs, lambda argument: not argument.is_out)
     outs = _given(op, args, kwargs, lambda argument: argument.is_out)
     written = _given(op, args, kwargs, _is_written)
     written |= {key: out for key, out in outs.items() if key in read}  # add(x, 1, out=x)
     outs = {key: out for key, out in outs.items() if key not in read}
+    targets = (*outs.values(), *written.values())
+    if reason and not _leaves_no_trace(op, targets):
+        refuse(op, reason)
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     npu = [i for i, leaf in enumerate(leaves) if is_on_npu(leaf)]
     inputs = [leaves[i] for i in npu if id(leaves[i]) not in outs]
@@ -55,7 +56,9 @@ def run_on_host(
     host_args, host_kwargs = pytree.tree_unflatten(leaves, spec)
     with torch._C._DisableAutocast():  # that of the CPU: the op is one of "npu"
         result = op(*host_args, **host_kwargs)
-    for tensor in (*outs.values(), *written.values()):
+    if reason:  # not before: of a call that PyTorch refuses, its own error is all there is to say
+        tell(op, reason)
+    for tensor in targets:
         if is_on_npu(tensor):
             copy = host[id(tensor)]
             if (copy.shape, copy.stride()) != before[id(tensor)]:
@@ -95,18 +98,33 @@ def put_into(
     write(target, put_in_order(value, order, name, theirs=theirs), order)
 
 
-def tell(op: torch._ops.OpOverload, reason: str) -> None:
-    """Say once an op that it runs on the host, or raise where that is forbidden."""
-    name = str(op)
-    counters["npu_iree"][f"host {name}"] += 1
+def _leaves_no_trace(op: torch._ops.OpOverload, targets: Sequence[torch.Tensor]) -> bool:
+    """Say whether a call on copies is as if it had not been made: of others' ops, nobody knows."""
+    if op.namespace != "aten" or torch.Tag.nondeterministic_seeded in op.tags:
+        return False
+    return all(map(is_on_npu, targets))
+
+
+def refuse(op: torch._ops.OpOverload, reason: str) -> None:
+    """Raise where the host is forbidden.
+
+    Raises:
+        UnsupportedOpError: it is.
+    """
     if (FALLBACK.get() or CURRENT.fallback) == "error":
-        line = user_line()
         raise UnsupportedOpError(
             device().target.name,
-            [HostOp(name, "unsupported", reason, line)],
+            [HostOp(str(op), "unsupported", reason, user_line())],
             'torch.npu.set_fallback("error") forbids the host',
             'allow the host with torch.npu.set_fallback("host")',
         )
+
+
+def tell(op: torch._ops.OpOverload, reason: str) -> None:
+    """Say once an op that it runs on the host, or raise where that is forbidden."""
+    refuse(op, reason)
+    name = str(op)
+    counters["npu_iree"][f"host {name}"] += 1
     if name not in CURRENT.warned:
         CURRENT.warned.add(name)
         log.warning("%s runs on the host: %s\n      at %s", name, reason, user_line())

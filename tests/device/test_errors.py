@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -148,6 +150,46 @@ def test_shapes_that_do_not_fit_are_pytorchs_errors() -> None:
     with pytest.raises(TypeError, match=r"Use Tensor\.cpu"):
         a.numpy()
     assert a.tolist() == [[1] * 4] * 3
+
+
+_X = torch.ones(3, 4)
+_UNFIT: list[Callable[[str], object]] = [
+    lambda where: torch.bmm(*torch.ones(2, 1, 3, 4).to(where)),
+    lambda where: torch.addmm(*torch.ones(3, 3, 4).to(where)),
+    lambda where: _X.to(where) + torch.ones(3, 3).to(where),
+    lambda where: torch.cat([_X.to(where), torch.ones(4).to(where)]),
+    lambda where: torch.stack([_X.to(where), torch.ones(2, 4).to(where)]),
+    lambda where: torch.conv2d(torch.ones(1, 2, 5, 5).to(where), torch.ones(2, 3, 3, 3).to(where)),
+    lambda where: _X.to(where).index_put_((torch.ones(2).long().to(where),), (_X + 1).to(where)),
+    lambda where: torch.ones(2).long().to(where).mul_(torch.ones(2).to(where)),
+    lambda where: _X.to(where) & _X.to(where),
+]
+
+
+@pytest.mark.parametrize("fallback", ["host", "error"])
+def test_of_a_call_that_pytorch_refuses_its_error_is_all_that_is_told(
+    fallback: str, caplog: pytest.LogCaptureFixture, counts: Counter[str]
+) -> None:
+    torch.npu.reset_warnings()
+    with caplog.at_level(logging.WARNING, logger="npu_iree"), torch.npu.fallback(fallback):
+        for case, unfit in enumerate(_UNFIT):
+            assert _error_of(unfit, NPU) == _error_of(unfit, "cpu") != "", f"case {case}"
+    assert (caplog.messages, counts["compiles"]) == ([], 0)
+
+
+def test_where_the_host_is_forbidden_it_changes_nothing() -> None:
+    x, state = torch.ones(3, device=NPU), torch.get_rng_state()
+    y = torch.zeros(3, device=NPU)
+    with torch.npu.fallback("error"):
+        for refused in (
+            lambda: x.lgamma_(),
+            lambda: torch.lgamma(x, out=y),
+            lambda: torch.multinomial(x, 1),
+        ):
+            with pytest.raises(npu_iree.UnsupportedOpError):
+                refused()
+    assert (x.tolist(), y.tolist()) == ([1, 1, 1], [0, 0, 0])
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_out_of_memory_says_who_holds_it_and_takes_nothing() -> None:
