@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from lowering.nodes import given_arguments, is_number, is_scalar, origin_of
+from lowering.nodes import is_number, is_scalar, origin_of
 from lowering.sizes import are_known, is_static
 
 aten = torch.ops.aten
@@ -184,7 +184,8 @@ def _make_dense(_: _Writer, node: fx.Node) -> None:
 
 def _sort(_: _Writer, node: fx.Node) -> None:
     target, fixed = _SORTED[node.target]
-    given = {**given_arguments(node), **fixed}
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs, **fixed}
     node.target, node.kwargs = target, {}
     node.args = tuple(
         given.get(argument.name, argument.default_value) for argument in target._schema.arguments

@@ -70,8 +70,6 @@ FACTORY_OPS = frozenset(
     ]
 )
 
-# Whose fake kernels take any dimension.
-_DIM_UNCHECKED = frozenset({"aten._softmax", "aten.sort"})
 # What may raise, and does nothing else.
 ASSERTIONS = frozenset({"aten._assert_async"})
 
@@ -132,24 +130,6 @@ def draws_random_numbers(node: fx.Node) -> bool:
     target = node.target
     seeded = torch.Tag.nondeterministic_seeded
     return isinstance(target, torch._ops.OpOverload) and seeded in target.tags
-
-
-def has_no_such_dim(node: fx.Node) -> bool:
-    """Say whether a node names a dimension that its input does not have: eager's error.
-
-    Of these ops: the fake kernels of others look at it.
-    """
-    if not is_one_of(node, _DIM_UNCHECKED):
-        return False
-    given = given_arguments(node)
-    rank = max(1, given["self"].meta["val"].dim())
-    return not -rank <= given.get("dim", -1) < rank
-
-
-def given_arguments(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments that an op is called with, by name."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
 def makes_sizes(node: fx.Node) -> bool:

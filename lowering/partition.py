@@ -22,7 +22,6 @@ from lowering.nodes import (
     MOVE_OPS,
     STORAGE_OPS,
     draws_random_numbers,
-    has_no_such_dim,
     is_one_of,
     is_scalar,
     makes_sizes,
@@ -31,8 +30,12 @@ from lowering.nodes import (
 )
 from lowering.segments import DEVICE, Segment, grow_segments, named, with_own_sizes
 from lowering.source import user_line
+from lowering.unfit import masks_of, why_refused
 
 DRAWS_RANDOM_NUMBERS = "draws from PyTorch's random generator, whose state is on the host"
+_MASKED = (
+    "the target does not run it with an index of truths, which says where, not at which places"
+)
 
 
 @dataclass(frozen=True)
@@ -198,9 +201,17 @@ def _why_host(
         return _host_op(node, "unsupported", why_not) if why_not else None
     if node.target.namespace not in ("aten", "prims") and name not in capabilities.ops:
         return _host_op(node, "unsupported", "a custom op without a kernel (register_kernel)")
-    no_dim = "its input has no such dimension" if has_no_such_dim(node) else None
-    why_not = no_dim or capabilities.why_not(name, node_tensors(node))
+    why_not = why_refused(node) or _why_not(name, node, capabilities)
     return _host_op(node, "unsupported", why_not) if why_not else None
+
+
+def _why_not(name: str, node: fx.Node, capabilities: Capabilities) -> str | None:
+    tensors, masks = node_tensors(node), set(map(id, masks_of(node)))
+    why_not = capabilities.why_not(name, tensors)
+    if why_not and masks:
+        others = [t for t in tensors if id(t) not in masks]
+        return capabilities.why_not(name, others) or _MASKED
+    return why_not
 
 
 def _reads_argument(node: fx.Node) -> bool:

@@ -47,6 +47,7 @@ from lowering.decompositions.halves import with_halves
 from lowering.decompositions.layouts import with_layouts
 from lowering.decompositions.narrow import with_narrow
 from lowering.decompositions.scalars import with_scalars
+from lowering.unfit import with_refused
 
 aten = torch.ops.aten
 OpOverload = torch._ops.OpOverload
@@ -152,7 +153,8 @@ def _default_table() -> dict[OpOverload, Callable[..., Any]]:
     table |= with_layouts(table)
     table |= with_scalars(table)
     table |= with_halves(table)
-    return {**table, **with_narrow(table)}
+    table |= with_narrow(table)
+    return {**table, **with_refused(table)}
 
 
 def decomposition_table(

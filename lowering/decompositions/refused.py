@@ -1,4 +1,4 @@
-"""Decompositions that refuse what eager refuses, where PyTorch's take it."""
+"""Decompositions that refuse the values that eager refuses, where PyTorch's take them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import torch
 from torch._decomp import get_decompositions
 
 aten = torch.ops.aten
-_PYTORCHS = get_decompositions(
-    [aten.bernoulli.default, aten.binary_cross_entropy, aten.smooth_l1_loss]
-)
+_PYTORCHS = get_decompositions([aten.bernoulli.default, aten.binary_cross_entropy])
 
 
 def bernoulli(p: torch.Tensor, *, generator: torch.Generator | None = None) -> Any:
@@ -28,15 +26,6 @@ def binary_cross_entropy(x: torch.Tensor, target: torch.Tensor, *args: Any) -> A
     return _PYTORCHS[aten.binary_cross_entropy.default](x, target, *args)
 
 
-def smooth_l1_loss(
-    x: torch.Tensor, target: torch.Tensor, reduction: int = 1, beta: float = 1.0
-) -> Any:
-    """Decompose `aten.smooth_l1_loss`, but for negative values of `beta`: eager's error."""
-    if beta < 0:
-        return NotImplemented
-    return _PYTORCHS[aten.smooth_l1_loss.default](x, target, reduction, beta)
-
-
 def _assert_between_0_and_1(x: torch.Tensor, text: str) -> None:
     aten._assert_async.msg(((x >= 0) & (x <= 1)).all(), text)
 
@@ -44,5 +33,4 @@ def _assert_between_0_and_1(x: torch.Tensor, text: str) -> None:
 DECOMPOSITIONS = {
     aten.bernoulli.default: bernoulli,
     aten.binary_cross_entropy.default: binary_cross_entropy,
-    aten.smooth_l1_loss.default: smooth_l1_loss,
 }

@@ -163,6 +163,10 @@ _UNFIT: list[Callable[[str], object]] = [
     lambda where: _X.to(where).index_put_((torch.ones(2).long().to(where),), (_X + 1).to(where)),
     lambda where: torch.ones(2).long().to(where).mul_(torch.ones(2).to(where)),
     lambda where: _X.to(where) & _X.to(where),
+    lambda where: torch.ones(3, 3).to(where) @ torch.ones(3, 3).double().to(where),
+    lambda where: torch.ones(3, 3).long().to(where) @ torch.ones(3, 3).to(where),
+    lambda where: _X.to(where).index_select(0, torch.ones(2).to(where)),
+    lambda where: _X.to(where).sort(5),
 ]
 
 

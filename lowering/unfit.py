@@ -1,0 +1,142 @@
+"""Arguments that make a call one for the host: eager refuses them, or one is a mask for an index.
+
+PyTorch's fake kernels take such calls, and compilers stumble over them. As a host op, the call is
+PyTorch's own error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowering.dtypes import dtype_name
+from lowering.sizes import is_static
+
+aten = torch.ops.aten
+_MASKS = (torch.bool, torch.uint8)
+_PLACES = (torch.int32, torch.int64)
+# What is wrong with the arguments of a call, without and with names; nothing if it is right.
+_Rule = Callable[[Sequence[Any], Mapping[str, Any]], str]
+
+
+def why_refused(node: fx.Node) -> str | None:
+    """Return why eager refuses a call, if PyTorch's fake kernels would not say so; or None.
+
+    Args:
+        node: a call of an ATen op; its arguments have values.
+    """
+    wrong = _REFUSED[node.target](*_given(node)) if node.target in _REFUSED else ""
+    return f"{wrong}: eager raises an error" if wrong else None
+
+
+def with_refused(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    """Leave calls that eager refuses whole, whose decompositions would compute something.
+
+    Args:
+        table: decompositions, by op.
+
+    Returns:
+        What takes the place of some of them.
+    """
+    return {op: _unless(rule, table[op]) for op, rule in _REFUSED.items() if op in table}
+
+
+def _unless(rule: _Rule, decomposition: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(decomposition)
+    def decomposed(*args: Any, **kwargs: Any) -> Any:
+        return NotImplemented if rule(args, kwargs) else decomposition(*args, **kwargs)
+
+    return decomposed
+
+
+def masks_of(node: fx.Node) -> list[torch.Tensor]:
+    """Return the indices of `aten.index_put` that are truths, and no places."""
+    if node.target is not aten.index_put.default:
+        return []
+    (_, indices, *_), _ = _given(node)
+    return [i for i in indices if i is not None and i.dtype in _MASKS]
+
+
+def _unfit_to_put(args: Sequence[Any], _: Mapping[str, Any]) -> str:
+    x, indices, values = args[:3]
+    given = [i for i in indices if i is not None]
+    if any(i.dtype in _MASKS for i in given):  # how many places there are is not known
+        return ""
+    if wrong := _no_places(given, _PLACES):
+        return wrong
+    if values.dtype != x.dtype:
+        return f"with values of {dtype_name(values.dtype)} for {dtype_name(x.dtype)}"
+    if is_static(x, values, *given) and not _fit(x, indices, values):
+        return f"with values of {list(values.shape)}, which do not fit in where the indices say"
+    return ""
+
+
+def _fit(x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor) -> bool:
+    """Say whether the indices go together, and values can be expanded to what they select."""
+    if len(indices) > x.dim():
+        return False
+    found = {d: i.shape for d, i in enumerate(indices) if i is not None}
+    try:
+        shape = torch.broadcast_shapes(*found.values())  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False
+    are_adjacent = max(found) - min(found) < len(found)
+    rest = [size for d, size in enumerate(x.shape) if d not in found]
+    at = min(found) if are_adjacent else 0  # indices that are not side by side come first
+    places = [*rest[:at], *shape, *rest[at:]]
+    pairs = zip(reversed(values.shape), reversed(places), strict=False)
+    return values.dim() <= len(places) and all(size in (1, place) for size, place in pairs)
+
+
+def _of_several_dtypes(args: Sequence[Any], _: Mapping[str, Any]) -> str:
+    dtypes = dict.fromkeys(a.dtype for a in args if isinstance(a, torch.Tensor))
+    return f"on tensors of {' and '.join(map(dtype_name, dtypes))}" if len(dtypes) > 1 else ""
+
+
+def _no_places(indices: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> str:
+    wrong = [i.dtype for i in indices if i.dtype not in dtypes]
+    return f"with an index of {dtype_name(wrong[0])}" if wrong else ""
+
+
+def _index_of(*dtypes: torch.dtype, at: int) -> _Rule:
+    return lambda args, _: _no_places(args[at : at + 1], dtypes)
+
+
+def _no_such_dimension(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    x, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else -1)
+    rank = max(1, x.dim())
+    return "" if -rank <= dim < rank else f"along dimension {dim} of {x.dim()}"
+
+
+def _negative_beta(args: Sequence[Any], _: Mapping[str, Any]) -> str:
+    beta = args[3] if len(args) > 3 else 1.0
+    return f"with a beta of {beta}" if beta < 0 else ""
+
+
+def _given(node: fx.Node) -> tuple[Any, Any]:
+    """Return the arguments of a call: values in the place of the nodes that give them."""
+    return fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
+
+
+# What eager refuses and PyTorch's fake kernels do not, by op: says what is wrong, or nothing.
+_REFUSED: dict[Any, _Rule] = {
+    aten._softmax.default: _no_such_dimension,
+    aten.addmm.default: _of_several_dtypes,
+    aten.grid_sampler_2d.default: _of_several_dtypes,
+    aten.index_add.default: _index_of(*_PLACES, at=2),
+    aten.index_copy.default: _index_of(torch.int64, at=2),
+    aten.index_fill.int_Scalar: _index_of(torch.int64, at=2),
+    aten.index_fill.int_Tensor: _index_of(torch.int64, at=2),
+    aten.index_put.default: _unfit_to_put,
+    aten.index_select.default: _index_of(*_PLACES, at=2),
+    aten.mm.default: _of_several_dtypes,
+    aten.mv.default: _of_several_dtypes,
+    aten.nll_loss_forward.default: _index_of(torch.int64, torch.uint8, at=1),
+    aten.smooth_l1_loss.default: _negative_beta,
+    aten.sort.default: _no_such_dimension,
+    aten.sort.stable: _no_such_dimension,
+}

@@ -1,0 +1,124 @@
+"""What is said to be refused by eager, is refused by eager; and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map_only
+
+from lowering.capabilities import load_capabilities
+from lowering.partition import why_host
+from lowering.unfit import why_refused
+
+aten = torch.ops.aten
+_DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
+
+
+def _is_refused(op: Callable[..., Any], *args: Any) -> bool:
+    try:
+        op(*args)
+    except (RuntimeError, IndexError):
+        return True
+    return False
+
+
+def _why_refused(op: Callable[..., Any], *args: Any) -> str | None:
+    return why_refused(_node(op, *args))
+
+
+def _node(op: Callable[..., Any], *args: Any) -> torch.fx.Node:
+    graph = torch.fx.Graph()
+
+    def placed(tensor: torch.Tensor) -> torch.fx.Node:
+        node = graph.placeholder("x")
+        node.meta["val"] = tensor
+        return node
+
+    return graph.call_function(op, tree_map_only(torch.Tensor, placed, args))
+
+
+_PRODUCTS: dict[Any, tuple[tuple[int, ...], ...]] = {
+    aten.mm.default: ((2, 2), (2, 2)),
+    aten.mv.default: ((2, 2), (2,)),
+    aten.addmm.default: ((2,), (2, 2), (2, 2)),
+    aten.grid_sampler_2d.default: ((1, 1, 2, 2), (1, 2, 2, 2)),
+}
+_MORE = {aten.grid_sampler_2d.default: (0, 0, False)}
+
+
+@pytest.mark.parametrize("op", _PRODUCTS, ids=str)
+def test_products_of_several_dtypes(op: Any) -> None:
+    shapes = _PRODUCTS[op]
+    for dtypes in itertools.product(_DTYPES, repeat=len(shapes)):
+        args = [torch.ones(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)]
+        args += _MORE.get(op, ())
+        assert bool(_why_refused(op, *args)) == (len({*dtypes}) > 1), dtypes
+        assert _is_refused(op, *args) or not _why_refused(op, *args), dtypes
+
+
+_X = torch.ones(2, 4)
+_INDEXED: dict[Any, Callable[[torch.Tensor], tuple[Any, ...]]] = {
+    aten.index_add.default: lambda i: (_X, 0, i, _X),
+    aten.index_copy.default: lambda i: (_X, 0, i, _X),
+    aten.index_fill.int_Scalar: lambda i: (_X, 0, i, 1.0),
+    aten.index_fill.int_Tensor: lambda i: (_X, 0, i, _X[0, 0]),
+    aten.index_select.default: lambda i: (_X, 0, i),
+    aten.nll_loss_forward.default: lambda i: (_X, i, None, 1, -100),
+}
+
+
+@pytest.mark.parametrize("op", _INDEXED, ids=str)
+def test_indices_that_say_no_place(op: Any) -> None:
+    for dtype in (*_DTYPES, torch.int16, torch.uint8, torch.bool):
+        args = _INDEXED[op](torch.zeros(2, dtype=dtype))
+        assert bool(_why_refused(op, *args)) == _is_refused(op, *args), dtype
+
+
+@pytest.mark.parametrize("op", [aten.sort.default, aten._softmax.default], ids=str)
+def test_dimensions_that_are_not_there(op: Any) -> None:
+    for x, dim in itertools.product((torch.ones(3, 4), torch.tensor(1.0)), range(-4, 4)):
+        call = (op, x, dim, False)
+        assert bool(_why_refused(*call)) == _is_refused(*call), dim
+
+
+def test_a_beta_below_zero() -> None:
+    for beta in (0.0, 0.5, -0.5):
+        call = (aten.smooth_l1_loss.default, torch.ones(3), torch.ones(3), 1, beta)
+        assert bool(_why_refused(*call)) == _is_refused(*call), beta
+
+
+def test_values_that_do_not_fit_where_indices_say() -> None:
+    x, i = torch.ones(2, 3, 4), torch.tensor([0, 1])
+    every = list[torch.Tensor | None]
+    indices: list[every] = [
+        [i],
+        [None, i],
+        [i, None, i],
+        [i, i[:, None]],
+        [i, i, i, i],
+        [i.float()],
+    ]
+    indices += [
+        [i, torch.tensor([0, 1, 0])],
+        [torch.ones(2, dtype=torch.bool)],
+        [i.to(torch.int32)],
+    ]
+    shapes = ((), (2,), (1, 3, 4), (2, 3, 4), (2, 2, 4), (2, 4, 2), (2, 3), (4,), (3, 4), (1,) * 4)
+    for where, shape, dtype in itertools.product(indices, shapes, _DTYPES[:2]):
+        call = (aten.index_put.default, x, where, torch.ones(shape, dtype=dtype))
+        if where[0] is not None and where[0].dtype is torch.bool:
+            assert not _why_refused(*call), "how many places there are is not known"
+        else:
+            assert bool(_why_refused(*call)) == _is_refused(*call), (where, shape, dtype)
+
+
+def test_that_an_index_is_of_truths_is_said() -> None:
+    x = torch.ones(3)
+    node = _node(aten.index_put.default, x, [x > 0], x)
+    node.meta["val"] = x
+    (host_op,) = why_host([node], load_capabilities("npu-local.toml")).values()
+    assert "an index of truths" in host_op.reason
