@@ -25,7 +25,7 @@ from lowering.suggest import there_are
 from npu_iree.arenas import Arenas
 from npu_iree.array import DeviceArray, KeptArray
 from npu_iree.blocks import Blocks
-from npu_iree.errors import ArgumentError, DeviceError, NpuIreeError, TargetError
+from npu_iree.errors import IN_A_CHILD, ArgumentError, DeviceError, NpuIreeError, TargetError
 from npu_iree.frozen import address_of
 from npu_iree.memory import MEMORIES, Memory
 from npu_iree.targets import Target, find_target
@@ -260,7 +260,7 @@ class Device:
         if self._is_of_parent:
             raise NpuIreeError(
                 f"the device of {self.target.name}, opened before this process was forked, runs in "
-                "the parent alone: compile again (torch._dynamo.reset()), or start by `spawn`"
+                f"the parent alone: {IN_A_CHILD}"
             )
 
     def __repr__(self) -> str:

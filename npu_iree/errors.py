@@ -49,6 +49,12 @@ __all__ = [
     "WorkerStartError",
 ]
 
+# What to do where the device of a parent process is asked for something.
+IN_A_CHILD = (
+    "compile again there (torch._dynamo.reset()), or start it by `spawn`; what a DataLoader's "
+    'workers read stays on the CPU, or the DataLoader takes multiprocessing_context="spawn"'
+)
+
 
 class OptionError(NpuIreeError, ValueError):
     """An option of `torch.compile` or the command line does not exist or has a bad value."""

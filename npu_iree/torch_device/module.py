@@ -26,6 +26,7 @@ from npu_iree.torch_device.streams import (
 
 __all__ = [
     "Event",
+    "OutOfMemoryError",
     "Stream",
     "current_stream",
     "default_stream",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 _CHOICES = ("host", "error")
+OutOfMemoryError = torch.OutOfMemoryError
 
 
 def is_available() -> bool:
@@ -209,6 +211,10 @@ def empty_cache() -> None:
     if CURRENT.device is not None and not _is_in_bad_fork():
         CURRENT.device.arenas.release()
         CURRENT.device.blocks.release()
+
+
+def ipc_collect() -> None:
+    """Do nothing: no memory is shared with other processes."""
 
 
 def manual_seed(seed: int) -> None:

@@ -361,12 +361,20 @@ def _put(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray:
     )
 
 
+# What to take instead of an op that only changes its arguments, by how its name begins.
+_INSTEAD = {
+    "aten._fused_": "; let the optimizer take foreach=True instead of fused=True",
+    "aten._amp_": "; bfloat16 needs no GradScaler",
+}
+
+
 def _no_kernel(op: OpOverload) -> str:
     if torch.Tag.nondeterministic_seeded in op.tags:
         return f"it {DRAWS_RANDOM_NUMBERS}"
-    if not op._schema.returns:
-        return "it gives nothing"
-    return "it has no form that writes to nothing"
+    if not op._schema.is_mutable:
+        return "it gives a view of its argument, and kernels give values"
+    instead = (hint for begin, hint in _INSTEAD.items() if str(op).startswith(begin))
+    return f"it changes its arguments, and kernels only give results{next(instead, '')}"
 
 
 def _refuse_devices(leaves: Sequence[Any], op: OpOverload) -> None:

@@ -37,6 +37,9 @@ class Event:
             raise NpuIreeError("events of npu are of one process")
         self._points: tuple[Timepoint, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"<torch.npu.Event of {len(self._points)} calls>"
+
     def record(self, stream: Stream | None = None) -> None:
         """Let the event be the end of what has been submitted so far."""
         self._points = (*_device().in_flight, *(stream or current_stream()).points())
@@ -82,6 +85,10 @@ class Stream:
     def __init__(self, device: Which = None, priority: int = 0, **kwargs: Any) -> None:
         self.device_index = index_of(device)
         self._points: tuple[Timepoint, ...] = ()
+
+    def __repr__(self) -> str:
+        kind = "default stream" if self is _DEFAULT else f"stream {id(self):#x}"
+        return f"<torch.npu.Stream on {self.device}: {kind}>"
 
     @property
     def device(self) -> torch.device:

@@ -181,6 +181,23 @@ def test_of_a_call_that_pytorch_refuses_its_error_is_all_that_is_told(
     assert (caplog.messages, counts["compiles"]) == ([], 0)
 
 
+def test_what_only_changes_its_arguments_says_what_to_take_instead(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    x = torch.nn.Parameter(torch.ones(3, device=NPU))
+    x.grad = torch.ones(3, device=NPU)
+    torch.npu.reset_warnings()
+    with caplog.at_level(logging.WARNING, logger="npu_iree"):
+        torch.optim.AdamW([x], fused=True).step()
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            [x.grad], torch.zeros(1, device=NPU), torch.ones(1, device=NPU)
+        )
+    fused, scaler = caplog.messages
+    assert "it changes its arguments" in fused
+    assert "take foreach=True" in fused
+    assert "bfloat16 needs no GradScaler" in scaler
+
+
 def test_where_the_host_is_forbidden_it_changes_nothing() -> None:
     x, state = torch.ones(3, device=NPU), torch.get_rng_state()
     y = torch.zeros(3, device=NPU)
@@ -220,7 +237,8 @@ def test_a_tensor_that_finds_no_memory_to_grow_stays_as_it_was() -> None:
     x = torch.ones(4, device=NPU) * 3
     gc.collect()  # else what other tests have left makes room
     torch.npu.set_memory_limit(torch.npu.memory_allocated() + 100)
-    with pytest.raises(torch.OutOfMemoryError):
+    torch.npu.ipc_collect()
+    with pytest.raises(torch.npu.OutOfMemoryError):
         x.resize_(10000)
     torch.npu.set_memory_limit(None)
     assert x.tolist() == [3, 3, 3, 3]
@@ -308,7 +326,9 @@ def test_a_forked_child_is_told_and_the_parent_goes_on() -> None:
         os.write(write, told.encode())
         os._exit(0)
     os.waitpid(child, 0)
-    assert "opened before this process was forked" in os.read(read, 1000).decode()
+    told = os.read(read, 1000).decode()
+    assert "opened before this process was forked" in told
+    assert 'multiprocessing_context="spawn"' in told
 
 
 def test_a_call_that_eager_refuses_does_not_send_the_op_to_the_host() -> None:

@@ -108,6 +108,12 @@ def test_events_that_would_measure_time_are_refused() -> None:
         torch.npu.Event(enable_timing=True)
 
 
+def test_streams_and_events_say_what_they_are() -> None:
+    assert repr(torch.npu.default_stream()) == "<torch.npu.Stream on npu:0: default stream>"
+    assert repr(torch.npu.Stream()).startswith("<torch.npu.Stream on npu:0: stream 0x")
+    assert repr(torch.npu.Event()) == "<torch.npu.Event of 0 calls>"
+
+
 def test_streams_are_those_of_the_one_device_and_may_be_recorded() -> None:
     torch.ones(3, device=NPU).record_stream(torch.npu.Stream("npu:0"))
     for ask in (torch.npu.Stream, torch.npu.current_stream, torch.npu.default_stream):
