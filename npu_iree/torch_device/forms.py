@@ -171,6 +171,7 @@ WHOLE = (
     "logsumexp",
     "masked_fill.Scalar",
     "mean",
+    "native_group_norm",
     "repeat",
     "slice_backward",
     "stack",

@@ -17,6 +17,7 @@ from npu_iree.torch_device.autocast import register_autocast
 from npu_iree.torch_device.backward import register_backward
 from npu_iree.torch_device.current import CURRENT, NAME
 from npu_iree.torch_device.dynamo import register_dynamo
+from npu_iree.torch_device.fakes import register_fakes
 from npu_iree.torch_device.forms import WHOLE
 from npu_iree.torch_device.guard import DeviceGuard
 from npu_iree.torch_device.methods import register_methods
@@ -66,6 +67,7 @@ def register_device(target: Target | str = "npu-local") -> torch.device:
     register_methods()
     register_backward()
     register_dynamo()
+    register_fakes()
     CURRENT.device = opened
     return torch.device(NAME)
 

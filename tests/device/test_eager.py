@@ -159,6 +159,7 @@ _STRIDED: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda t: t.transpose(1, 2) @ t,
     lambda t: t.transpose(0, 2)[:, ::2] + 1,
     lambda t: t.unsqueeze(0).contiguous(memory_format=torch.channels_last)[:, :, ::2] * 2,
+    lambda t: F.group_norm(t.unsqueeze(0).contiguous(memory_format=torch.channels_last), 3),
     lambda t: torch.add(t.mT, 1, out=t.new_empty(0)),
 ]
 

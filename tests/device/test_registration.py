@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
 PROGRAMS = Path(__file__).parents[1] / "programs"
 NPU = "npu"
@@ -69,3 +71,23 @@ def test_storages_are_made_on_the_device() -> None:
         empty.byteswap(torch.float32)
     assert torch.UntypedStorage(5).nbytes() == 5
     assert torch.UntypedStorage(5, device="cpu").device.type == "cpu"
+
+
+def laid_out(place: str) -> list[tuple[int, ...]]:
+    """Trace images whose channels come last, and return the strides of results and gradients."""
+    last = torch.channels_last
+    with FakeTensorMode(), torch.device(place):
+        x = torch.empty(2, 8, 6, 6).to(memory_format=last).requires_grad_()
+        weight = torch.empty(8, 4, 3, 3).to(memory_format=last).requires_grad_()
+        results = [
+            F.conv2d(x, weight, groups=2),
+            F.conv_transpose2d(x, weight, stride=2),
+            F.pixel_shuffle(x, 2),
+        ]
+        gradients = torch.autograd.grad([r.square().sum() for r in results], [x, weight])
+        assert {t.device for t in (*results, *gradients)} == {x.device}
+        return [t.stride() for t in (*results, *gradients)]
+
+
+def test_what_is_traced_lies_in_memory_as_on_the_cpu() -> None:
+    assert laid_out(NPU) == laid_out("cpu")
