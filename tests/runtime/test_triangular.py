@@ -41,6 +41,7 @@ def test_all_ways_to_solve(counts: Counter[str]) -> None:
     found = torch.compile(solve_all_ways, backend="npu_iree")(a, b)
     for one, other in zip(found, solve_all_ways(a, b), strict=True):
         assert_same(one, other)
+        assert one.stride() == other.stride()
     assert (counts["regions"], counts["host_ops"]) == (1, 0)
 
 
@@ -61,6 +62,7 @@ def test_gradients(counts: Counter[str]) -> None:
     fast = torch.compile(solve, backend="npu_iree")
     found = torch.autograd.grad(fast(a, b).square().sum(), (a, b))
     assert_same(list(found), list(wanted))
+    assert [g.stride() for g in found] == [g.stride() for g in wanted]
     assert counts["unsupported_ops"] == 0
 
 
