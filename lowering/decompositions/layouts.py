@@ -1,43 +1,95 @@
-"""Results whose channels come last in memory, as eager's do, where those of an image come last."""
+"""Results that lie in memory as eager's do, where those of an op's pieces lie otherwise."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
+from torch._prims_common import (
+    compute_elementwise_output_logical_to_physical_perm,
+    is_contiguous_or_false,
+    suggest_memory_format,
+)
 from torch.utils import _pytree as pytree
+
+from lowering.signature import inverse
 
 aten = torch.ops.aten
 Decomposition = Callable[..., Any]
-
-# Their pieces give what is contiguous. A convolution looks at its weight, too.
-OF_IMAGES: tuple[torch._ops.OpOverload, ...] = (
-    aten._adaptive_avg_pool2d.default,
-    aten.adaptive_max_pool2d.default,
-    aten.convolution.default,
-)
+# Takes a result and the arguments; returns the result as eager lays it out.
+Layout = Callable[[torch.Tensor, Sequence[Any]], torch.Tensor]
 
 
-def with_layouts(table: dict[torch._ops.OpOverload, Decomposition]) -> dict[Any, Decomposition]:
+def _image(result: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
+    """Put channels last if those of an image come last; a convolution looks at its weight, too."""
+    images = [arg for arg in args[:2] if isinstance(arg, torch.Tensor) and arg.dim() == 4]
+    formats = [suggest_memory_format(image) for image in images]
+    if torch.channels_last in formats:
+        return result.contiguous(memory_format=torch.channels_last)
+    return result.contiguous() if images else result
+
+
+def _gradient_of_image(result: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
+    return _image(result, args[1:3]) if result.dim() == 4 else result
+
+
+def _natural(result: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
+    return result.contiguous()
+
+
+def _like_first(result: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
+    if result.dim() != args[0].dim():
+        return result
+    order, _ = compute_elementwise_output_logical_to_physical_perm(args[0])
+    return _in_order(result, order)
+
+
+def _heads_behind_rows(result: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
+    return _in_order(result, (0, 2, 1, 3))
+
+
+def _in_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    stored = tensor.permute(*order)
+    return tensor if is_contiguous_or_false(stored) else stored.contiguous().permute(inverse(order))
+
+
+LAYOUTS: Mapping[torch._ops.OpOverload, Layout] = {
+    aten._adaptive_avg_pool2d.default: _image,
+    aten._adaptive_avg_pool2d_backward.default: _gradient_of_image,
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _like_first,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _heads_behind_rows,
+    aten.adaptive_max_pool2d.default: _image,
+    aten.adaptive_max_pool2d_backward.default: _gradient_of_image,
+    aten.avg_pool2d_backward.default: _gradient_of_image,
+    aten.baddbmm.default: _natural,
+    aten.convolution.default: _image,
+    aten.convolution_backward.default: _gradient_of_image,
+    aten.cummax.default: _natural,
+    aten.cummin.default: _natural,
+    aten.diagonal_scatter.default: _like_first,
+    aten.masked_scatter.default: _natural,
+    aten.max_pool2d_with_indices.default: _image,
+    aten.max_pool2d_with_indices_backward.default: _gradient_of_image,
+    aten.select_scatter.default: _like_first,
+    aten.upsample_nearest1d.default: _natural,
+}
+
+
+def with_layouts(table: Mapping[torch._ops.OpOverload, Decomposition]) -> dict[Any, Decomposition]:
     """Return decompositions of the ops above, each with the layout of what it computes kept.
 
     Before: %1 = _adaptive_avg_pool2d(%0, [3, 3])         with %0 of [2, 8, 7, 7] in channels_last
     After:  %1 = clone(<its pieces>, memory_format=channels_last)
     """
-    return {op: _kept(table[op]) for op in OF_IMAGES}
+    return {op: _kept(table[op], layout) for op, layout in LAYOUTS.items()}
 
 
-def _kept(decomposition: Decomposition) -> Decomposition:
+def _kept(decomposition: Decomposition, layout: Layout) -> Decomposition:
     def decomposed(*args: Any, **kwargs: Any) -> Any:
         results = decomposition(*args, **kwargs)
-        images = [arg for arg in args[:2] if isinstance(arg, torch.Tensor) and arg.dim() == 4]
-        last = torch.channels_last
-        if results is NotImplemented or last not in map(suggest_memory_format, images):
+        if results is NotImplemented:
             return results
-        lay_out = functools.partial(torch.Tensor.contiguous, memory_format=last)
-        return pytree.tree_map_only(torch.Tensor, lay_out, results)
+        return pytree.tree_map_only(torch.Tensor, lambda t: layout(t, args), results)
 
     return decomposed
