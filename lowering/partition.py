@@ -206,9 +206,10 @@ def _why_host(
 
 
 def _why_not(name: str, node: fx.Node, capabilities: Capabilities) -> str | None:
-    tensors, masks = node_tensors(node), set(map(id, masks_of(node)))
+    tensors = node_tensors(node)
     why_not = capabilities.why_not(name, tensors)
-    if why_not and masks:
+    masks = set(map(id, masks_of(node))) if why_not else ()
+    if masks:
         others = [t for t in tensors if id(t) not in masks]
         return capabilities.why_not(name, others) or _MASKED
     return why_not

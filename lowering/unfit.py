@@ -29,8 +29,13 @@ def why_refused(node: fx.Node) -> str | None:
     Args:
         node: a call of an ATen op; its arguments have values.
     """
-    wrong = _REFUSED[node.target](*_given(node)) if node.target in _REFUSED else ""
+    wrong = what_is_wrong(node.target, *_given(node)) if node.target in _REFUSED else ""
     return f"{wrong}: eager raises an error" if wrong else None
+
+
+def what_is_wrong(op: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return what eager refuses of arguments that PyTorch's fake kernels take; empty if nothing."""
+    return _REFUSED[op](args, kwargs) if op in _REFUSED else ""
 
 
 def with_refused(table: Mapping[Any, Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
@@ -77,9 +82,9 @@ def _unfit_to_put(args: Sequence[Any], _: Mapping[str, Any]) -> str:
 
 def _fit(x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor) -> bool:
     """Say whether the indices go together, and values can be expanded to what they select."""
-    if len(indices) > x.dim():
-        return False
     found = {d: i.shape for d, i in enumerate(indices) if i is not None}
+    if len(indices) > x.dim() or not found:
+        return False
     try:
         shape = torch.broadcast_shapes(*found.values())  # type: ignore[no-untyped-call]
     except RuntimeError:
@@ -100,6 +105,27 @@ def _of_several_dtypes(args: Sequence[Any], _: Mapping[str, Any]) -> str:
 def _no_places(indices: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> str:
     wrong = [i.dtype for i in indices if i.dtype not in dtypes]
     return f"with an index of {dtype_name(wrong[0])}" if wrong else ""
+
+
+def _of_two_dtypes(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    return _of_several_dtypes(args[:2], kwargs)
+
+
+def _unfit_to_sample(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    has_elements = is_static(*args[:2]) and all(x.numel() for x in args[:2])
+    return _of_two_dtypes(args, kwargs) if has_elements else ""
+
+
+def _unfit_for_softmax(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    if args[2]:
+        return f"from {dtype_name(args[0].dtype)} to f32"
+    return _no_such_dimension(args, kwargs)
+
+
+def _unfit_to_add(*dtypes: torch.dtype) -> _Rule:
+    """Return what looks at an index, and whether the source is of the dtype of what it goes to."""
+    by_index = _index_of(*dtypes, at=2)
+    return lambda args, kwargs: by_index(args, kwargs) or _of_two_dtypes(args[::3], kwargs)
 
 
 def _index_of(*dtypes: torch.dtype, at: int) -> _Rule:
@@ -124,17 +150,21 @@ def _given(node: fx.Node) -> tuple[Any, Any]:
 
 # What eager refuses and PyTorch's fake kernels do not, by op: says what is wrong, or nothing.
 _REFUSED: dict[Any, _Rule] = {
-    aten._softmax.default: _no_such_dimension,
+    aten._index_put_impl.default: _unfit_to_put,
+    aten._log_softmax.default: _unfit_for_softmax,
+    aten._softmax.default: _unfit_for_softmax,
     aten.addmm.default: _of_several_dtypes,
-    aten.grid_sampler_2d.default: _of_several_dtypes,
-    aten.index_add.default: _index_of(*_PLACES, at=2),
-    aten.index_copy.default: _index_of(torch.int64, at=2),
+    aten.binary_cross_entropy.default: _of_two_dtypes,
+    aten.grid_sampler_2d.default: _unfit_to_sample,
+    aten.index_add.default: _unfit_to_add(*_PLACES),
+    aten.index_copy.default: _unfit_to_add(torch.int64),
     aten.index_fill.int_Scalar: _index_of(torch.int64, at=2),
     aten.index_fill.int_Tensor: _index_of(torch.int64, at=2),
     aten.index_put.default: _unfit_to_put,
     aten.index_select.default: _index_of(*_PLACES, at=2),
     aten.mm.default: _of_several_dtypes,
     aten.mv.default: _of_several_dtypes,
+    aten.nll_loss2d_forward.default: _index_of(torch.int64, at=1),
     aten.nll_loss_forward.default: _index_of(torch.int64, torch.uint8, at=1),
     aten.smooth_l1_loss.default: _negative_beta,
     aten.sort.default: _no_such_dimension,

@@ -35,8 +35,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Which, depends on their names alone, so that all processes of a run choose the same.
     """
-    if any("::" in name for name in config.args):
-        config.option.markexpr = ""
+    if config.args and all("::" in name for name in config.args):
+        addopts = config.getini("addopts")
+        if config.option.markexpr == addopts[addopts.index("-m") + 1]:
+            config.option.markexpr = ""
         return
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:

@@ -128,7 +128,7 @@ def var(
 ) -> Any:
     """Decompose `aten.var` of fewer elements than the correction: it divides by zero, not less.
 
-    So where there may be as few, of a number that is not known.
+    So where there may be as few: their number is not known.
     """
     if x.dtype.is_complex:
         return NotImplemented

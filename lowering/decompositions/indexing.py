@@ -122,7 +122,7 @@ def index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> An
 def gather(x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False) -> Any:
     """Decompose `aten.gather` of whole rows, of sizes that are not known.
 
-    IREE would hold the rows of an index that repeats one number on the stack.
+    IREE would hold the rows of an index that repeats one number on the stack. Not of batches.
 
     Before: gather(%x, 0, expand(%i, [N, D]))                       with %i of [N, 1], %x of [L, E]
     After:  index_select(slice(%x, 1, 0, D), 0, view(%i, [N]))
@@ -139,9 +139,8 @@ def scatter_add(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Te
     Before: scatter_add(%x, 0, expand(%i, [N, D]), %source)         with %i of [N, 1], %x of [L, D]
     After:  index_add(%x, 0, view(%i, [N]), %source)
     """
-    are_all = _first(x, dim, index) is x
-    rows = _one_for_each_row(dim, index) if are_all and not is_static(x, index) else None
-    if rows is None or x.dtype is torch.bool:
+    rows = None if is_static(x, index) else _one_for_each_row(dim, index)
+    if rows is None or x.dtype is torch.bool or _first(x, dim, index) is not x:
         return NotImplemented
     source = _first(source, dim, index)
     if not statically_known_true(source.shape[dim] == index.shape[dim]):

@@ -39,18 +39,18 @@ def avg_pool2d(
     After:  %1 = sum(%x, [-2], True) / 7; sum(%1, [-1], True) / 9
     """
     rest = count_include_pad, divisor_override
+    kernel, steps, pads = (of_each(v, 2) for v in (kernel_size, stride or kernel_size, padding))
     if x.dim() == 3:
-        given = kernel_size, stride, padding, ceil_mode, *rest
+        given = kernel, steps, pads, ceil_mode, *rest
         return aten.avg_pool2d.default(x.unsqueeze(0), *given).squeeze(0)
     if ceil_mode:
         pool = _Windows.of(x.shape[-2:], kernel_size, stride, padding, ceil_mode)
         if not pool.hang_over():
-            return aten.avg_pool2d.default(x, kernel_size, stride, padding, False, *rest)
+            return aten.avg_pool2d.default(x, kernel, steps, pads, False, *rest)
         is_ours = are_known(pool.sizes) or pool.is_along_one()
         return _averages(x, pool, *rest) if is_ours else NotImplemented
     if not are_pooled(x.shape[-2:]) or not x.dtype.is_floating_point:
         return NotImplemented
-    kernel, steps, pads = (of_each(v, 2) for v in (kernel_size, stride or kernel_size, padding))
     once = []
     for i, size in enumerate(int(size) for size in x.shape[-2:]):
         is_plain = kernel[i] == size and not pads[i]

@@ -265,3 +265,25 @@ def kind_of(argument: Argument) -> tuple[Any, ...]:
     """Return what of an argument a kernel is for: which sizes are 0 or 1, not the sizes."""
     order = dense_order(argument.shape, argument.strides) or ()
     return argument.dtype, tuple(min(2, s) for s in argument.shape), order
+
+
+def functional_of(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """Return the overload that returns what an in-place or out overload writes, or None."""
+    space, _, name = op._schema.name.partition("::")
+    if space != "aten":  # only there such names promise anything
+        return None
+    is_out = any(a.is_out for a in op._schema.arguments)
+    packet = getattr(torch.ops.aten, name if is_out else name.removesuffix("_"), None)
+    if packet is None:
+        return None
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
+    for overload in packet.overloads():
+        candidate: torch._ops.OpOverload = getattr(packet, overload)
+        if candidate is not op and not candidate._schema.is_mutable:
+            found = [(a.name, str(a.type)) for a in candidate._schema.arguments]
+            extra = [a for a in candidate._schema.arguments if (a.name, str(a.type)) not in wanted]
+            if [f for f in found if f in wanted] == wanted and all(
+                a.has_default_value() for a in extra
+            ):
+                return candidate
+    return None

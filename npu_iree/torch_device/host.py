@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
 from lowering.errors import HostOp, UnsupportedOpError
+from lowering.unfit import what_is_wrong
+from npu_iree.torch_device.calls import functional_of
 from npu_iree.torch_device.current import CURRENT, FALLBACK, device, is_on_npu, user_line
 from npu_iree.torch_device.fetch import on_host
 from npu_iree.torch_device.moves import order_for_writing, write
@@ -18,7 +20,7 @@ from npu_iree.torch_device.put import put_in_order, to_device
 from npu_iree.torch_device.storage import as_bytes, resize
 
 log = logging.getLogger(__name__)
-_CPU = torch.device("cpu")
+_CPU, _META = torch.device("cpu"), torch.device("meta")
 
 
 def run_on_host(
@@ -33,7 +35,8 @@ def run_on_host(
         reason: why it is not run on the device; empty if that is no loss (it reads no tensor).
 
     Raises:
-        UnsupportedOpError: the host is forbidden. What PyTorch refuses is its own error, also then.
+        UnsupportedOpError: the host is forbidden. What PyTorch refuses is its own error, also then,
+            if shapes and dtypes tell.
     """
     read = _given(op, args, kwargs, lambda argument: not argument.is_out)
     outs = _given(op, args, kwargs, lambda argument: argument.is_out)
@@ -41,7 +44,7 @@ def run_on_host(
     written |= {key: out for key, out in outs.items() if key in read}  # add(x, 1, out=x)
     outs = {key: out for key, out in outs.items() if key not in read}
     targets = (*outs.values(), *written.values())
-    if reason and not _leaves_no_trace(op, targets):
+    if reason and _is_forbidden() and not _is_pytorchs_error(op, args, kwargs, targets):
         refuse(op, reason)
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     npu = [i for i, leaf in enumerate(leaves) if is_on_npu(leaf)]
@@ -98,31 +101,55 @@ def put_into(
     write(target, put_in_order(value, order, name, theirs=theirs), order)
 
 
-def _leaves_no_trace(op: torch._ops.OpOverload, targets: Sequence[torch.Tensor]) -> bool:
-    """Say whether a call on copies is as if it had not been made: of others' ops, nobody knows."""
-    if op.namespace != "aten" or torch.Tag.nondeterministic_seeded in op.tags:
-        return False
-    return all(map(is_on_npu, targets))
+def _is_pytorchs_error(
+    op: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    targets: Sequence[torch.Tensor],
+) -> bool:
+    """Say whether PyTorch refuses a call, as far as that follows from what its tensors are.
 
-
-def refuse(op: torch._ops.OpOverload, reason: str) -> None:
-    """Raise where the host is forbidden.
-
-    Raises:
-        UnsupportedOpError: it is.
+    Then its CPU kernel is asked for the error. Of others' ops, nobody knows what they would do.
     """
-    if (FALLBACK.get() or CURRENT.fallback) == "error":
-        raise UnsupportedOpError(
-            device().target.name,
-            [HostOp(str(op), "unsupported", reason, user_line())],
-            'torch.npu.set_fallback("error") forbids the host',
-            'allow the host with torch.npu.set_fallback("host")',
-        )
+    draws = torch.Tag.nondeterministic_seeded in op.tags
+    if op.namespace != "aten" or draws or not all(map(is_on_npu, targets)):
+        return False
+    if what_is_wrong(functional_of(op) or op, args, kwargs):
+        return True
+    args, kwargs = pytree.tree_map_only(torch.Tensor, _on_meta, (tuple(args), dict(kwargs)))
+    args, kwargs = pytree.tree_map_only(torch.device, lambda _: _META, (args, kwargs))
+    try:
+        with torch._C._DisableAutocast():
+            op(*args, **kwargs)
+    except NotImplementedError:
+        return False
+    except (RuntimeError, IndexError, TypeError, ValueError):
+        return True
+    return False
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+
+
+def _is_forbidden() -> bool:
+    return (FALLBACK.get() or CURRENT.fallback) == "error"
+
+
+def refuse(op: torch._ops.OpOverload, reason: str) -> NoReturn:
+    """Raise: the host is forbidden."""
+    raise UnsupportedOpError(
+        device().target.name,
+        [HostOp(str(op), "unsupported", reason, user_line())],
+        'torch.npu.set_fallback("error") forbids the host',
+        'allow the host with torch.npu.set_fallback("host")',
+    )
 
 
 def tell(op: torch._ops.OpOverload, reason: str) -> None:
     """Say once an op that it runs on the host, or raise where that is forbidden."""
-    refuse(op, reason)
+    if _is_forbidden():
+        refuse(op, reason)
     name = str(op)
     counters["npu_iree"][f"host {name}"] += 1
     if name not in CURRENT.warned:

@@ -22,6 +22,7 @@ from npu_iree.torch_device.calls import (
     Template,
     Written,
     argument_of,
+    functional_of,
     half_scalars,
     kind_of,
     number_dtypes,
@@ -137,6 +138,8 @@ class EagerOp:
             return run_on_host(self.op, args, kwargs, ready.reason)
         return ready.run(leaves, args, [kwargs[name] for name in outs])
 
+    # Of what it calls, Dynamo would compile whatever has tensors, between graphs of a function.
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def _prepare(
         self, leaves: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> _Ready:
@@ -289,28 +292,6 @@ class _Ready:
         return outs[0] if len(outs) == 1 else tuple(outs)
 
 
-def functional_of(op: OpOverload) -> OpOverload | None:
-    """Return the overload that returns what an in-place or out overload writes, or None."""
-    space, _, name = op._schema.name.partition("::")
-    if space != "aten":  # only there such names promise anything
-        return None
-    is_out = any(a.is_out for a in op._schema.arguments)
-    packet = getattr(torch.ops.aten, name if is_out else name.removesuffix("_"), None)
-    if packet is None:
-        return None
-    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
-    for overload in packet.overloads():
-        candidate: OpOverload = getattr(packet, overload)
-        if candidate is not op and not candidate._schema.is_mutable:
-            found = [(a.name, str(a.type)) for a in candidate._schema.arguments]
-            extra = [a for a in candidate._schema.arguments if (a.name, str(a.type)) not in wanted]
-            if [f for f in found if f in wanted] == wanted and all(
-                a.has_default_value() for a in extra
-            ):
-                return candidate
-    return None
-
-
 _DIRECT, _READ, _PUT, _NUMBER, _VALUE = range(5)
 # How one argument of a kernel is found: the way, the leaf, its shape in memory, and what else is
 # known: its dtype, order or value.
@@ -372,6 +353,8 @@ def _no_kernel(op: OpOverload) -> str:
     if torch.Tag.nondeterministic_seeded in op.tags:
         return f"it {DRAWS_RANDOM_NUMBERS}"
     if not op._schema.is_mutable:
+        if not op._schema.returns:
+            return "it gives nothing"
         return "it gives a view of its argument, and kernels give values"
     instead = (hint for begin, hint in _INSTEAD.items() if str(op).startswith(begin))
     return f"it changes its arguments, and kernels only give results{next(instead, '')}"

@@ -217,6 +217,20 @@ def test_ops_between_graphs_are_not_traced_into() -> None:
     assert convert_frame.FRAME_COUNTER - before <= 4, "this function, and what is left of it"
 
 
+def test_what_makes_kernels_is_not_traced_into() -> None:
+    """While a compiled function that is cut runs backward, PyTorch calls ops of its own."""
+    weight = torch.randn(8, 8).to(NPU).requires_grad_()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        torch.tanh(x @ weight).softmax(-1).square().mean().backward()
+        return x + 1
+
+    before = convert_frame.FRAME_COUNTER
+    torch.compile(step, backend="npu_iree")(torch.randn(4, 8).to(NPU))
+    assert weight.grad is not None
+    assert convert_frame.FRAME_COUNTER - before <= 2, "this function, and what is left of it"
+
+
 def test_host_memory_that_is_overwritten_after_the_call_has_been_read(device: Device) -> None:
     x, w = torch.full((64, 64), 2.0), torch.eye(64).to(NPU)
     array = x.numpy()  # PyTorch sees no write by it

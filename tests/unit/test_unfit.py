@@ -45,6 +45,7 @@ _PRODUCTS: dict[Any, tuple[tuple[int, ...], ...]] = {
     aten.mm.default: ((2, 2), (2, 2)),
     aten.mv.default: ((2, 2), (2,)),
     aten.addmm.default: ((2,), (2, 2), (2, 2)),
+    aten.binary_cross_entropy.default: ((2,), (2,)),
     aten.grid_sampler_2d.default: ((1, 1, 2, 2), (1, 2, 2, 2)),
 }
 _MORE = {aten.grid_sampler_2d.default: (0, 0, False)}
@@ -67,6 +68,13 @@ _INDEXED: dict[Any, Callable[[torch.Tensor], tuple[Any, ...]]] = {
     aten.index_fill.int_Scalar: lambda i: (_X, 0, i, 1.0),
     aten.index_fill.int_Tensor: lambda i: (_X, 0, i, _X[0, 0]),
     aten.index_select.default: lambda i: (_X, 0, i),
+    aten.nll_loss2d_forward.default: lambda i: (
+        _X.view(1, 4, 1, 2),
+        i.view(1, 1, 2),
+        None,
+        1,
+        -100,
+    ),
     aten.nll_loss_forward.default: lambda i: (_X, i, None, 1, -100),
 }
 
@@ -76,6 +84,26 @@ def test_indices_that_say_no_place(op: Any) -> None:
     for dtype in (*_DTYPES, torch.int16, torch.uint8, torch.bool):
         args = _INDEXED[op](torch.zeros(2, dtype=dtype))
         assert bool(_why_refused(op, *args)) == _is_refused(op, *args), dtype
+
+
+@pytest.mark.parametrize("op", [aten.index_add.default, aten.index_copy.default], ids=str)
+def test_sources_of_another_dtype(op: Any) -> None:
+    for dtype in _DTYPES:
+        call = (op, _X, 0, torch.tensor([0, 1]), _X.to(dtype))
+        assert bool(_why_refused(*call)) == _is_refused(*call), dtype
+
+
+def test_samples_of_nothing_may_be_of_several_dtypes() -> None:
+    call = (aten.grid_sampler_2d.default, _X.view(1, 1, 2, 4), torch.ones(1, 0, 2, 2).double())
+    assert not _is_refused(*call, 0, 0, False)
+    assert not _why_refused(*call, 0, 0, False)
+
+
+@pytest.mark.parametrize("op", [aten._softmax.default, aten._log_softmax.default], ids=str)
+def test_halves_that_become_floats_on_the_way(op: Any) -> None:
+    for is_asked in (False, True):
+        call = (op, _X.half(), -1, is_asked)
+        assert bool(_why_refused(*call)) == _is_refused(*call) == is_asked
 
 
 @pytest.mark.parametrize("op", [aten.sort.default, aten._softmax.default], ids=str)
@@ -100,6 +128,7 @@ def test_values_that_do_not_fit_where_indices_say() -> None:
         [i, None, i],
         [i, i[:, None]],
         [i, i, i, i],
+        [None, None],
         [i.float()],
     ]
     indices += [
