@@ -117,7 +117,7 @@ def _unfit_to_sample(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 
 def _unfit_for_softmax(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    if args[2]:
+    if kwargs.get("half_to_float") or any(args[2:]):
         return f"from {dtype_name(args[0].dtype)} to f32"
     return _no_such_dimension(args, kwargs)
 
