@@ -75,6 +75,7 @@ def complaint(done: Ended, code: int = 1) -> str:
     return done.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [80, 240])
 def test_ls_lists_the_most_recently_used_first(call: Cli, folder: Path, columns: int) -> None:
     for i, path in enumerate(files(folder)):
@@ -184,6 +185,7 @@ def test_clear_removes_everything(call: Cli, folder: Path) -> None:
     assert "removed 0" in said(call(folder, "clear"))
 
 
+@pytest.mark.slow
 def test_an_export_is_imported_elsewhere_and_hit_there(
     call: Cli, folder: Path, tmp_path: Path
 ) -> None:
@@ -289,6 +291,7 @@ def test_denials_show_op_line_reason_and_a_repro_that_is_there(
     assert "…" not in text, "what is cut off cannot be used"
 
 
+@pytest.mark.slow
 def test_a_repro_of_a_denial_restarts_the_stage(folder: Path) -> None:
     (script,) = folder.glob("failures/*/repro.sh")
     assert "torch-to-linalg" in script.read_text()

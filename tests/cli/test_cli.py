@@ -28,6 +28,7 @@ def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_demo_tells_of_copies_to_a_memory_of_its_own(command: Command) -> None:
     done = command("demo", "--target", "npu-virtual", "--layers", 1)
     assert (done.code, done.err) == (0, "")
@@ -68,6 +69,7 @@ handle = npu_iree.open_device(TARGET).put(torch.ones(4))   # alive at the end
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "end"),
     [

@@ -139,6 +139,7 @@ def test_completion_gives_the_commands(command: Command, monkeypatch: pytest.Mon
     assert command().out.split() == ["inspect"]
 
 
+@pytest.mark.slow
 def test_run_writes_each_result(command: Command, folder: Path, tmp_path: Path) -> None:
     x, y = np.full((5, 4), 0.5, np.float32), np.ones(3, np.float32)
     np.save(tmp_path / "x.npy", x)
@@ -263,6 +264,7 @@ def test_a_module_of_the_current_folder_is_found(
     assert done.json()["difference"] < 1e-5
 
 
+@pytest.mark.slow
 def test_no_compiler_is_told_before_anything_is_done(
     folder: Path, tmp_path: Path, runtime_only_python: Path
 ) -> None:
@@ -273,6 +275,7 @@ def test_no_compiler_is_told_before_anything_is_done(
     assert "exporting" not in done.err
 
 
+@pytest.mark.slow
 def test_tuning_is_measured_kept_and_shown(
     command: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,7 @@ def profiled(folder: Path) -> Any:
     return json.loads((folder / "profile.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_shares_of_a_call_sum_to_one(profiled: Any) -> None:
     assert sum(row["share"] for row in profiled["rows"]) == pytest.approx(1)
     assert sum(row["seconds"] for row in profiled["rows"]) == pytest.approx(profiled["device_s"])
@@ -243,6 +244,7 @@ def test_what_iree_says_is_told(
     assert "unsupported local profiling data families" in done.err
 
 
+@pytest.mark.slow
 def test_no_compiler_is_needed(folder: Path, runtime_only_python: Path) -> None:
     done = end(
         start("profile", folder / "mine.vmfb", "--calls", 2, "--json", python=runtime_only_python)

@@ -33,6 +33,7 @@ def as_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
 
+@pytest.mark.slow
 def test_the_python_snippets_run_in_their_order(tmp_path: Path) -> None:
     script = tmp_path / "readme.py"
     script.write_text("\n".join(text for kind, text in BLOCKS if kind == "python"))
@@ -44,6 +45,7 @@ def test_the_python_snippets_run_in_their_order(tmp_path: Path) -> None:
     assert "refused" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_a_reader")
 @pytest.mark.parametrize("command", DEMOS)
 def test_the_demo_prints_the_table_and_nothing_else(command: str, tmp_path: Path) -> None:
@@ -62,6 +64,7 @@ def test_the_demo_prints_the_table_and_nothing_else(command: str, tmp_path: Path
         assert {f.name for f in (tmp_path / "dump/graph0/region0").iterdir()} >= {*DUMPED}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_a_reader", "own_pool")
 @pytest.mark.parametrize("command", OTHERS)
 def test_a_command_runs(

@@ -28,6 +28,7 @@ def table() -> Capabilities:
     return load_capabilities("npu-local.toml")
 
 
+@pytest.mark.slow
 def test_some_ops_measured_anew_are_as_the_table_says() -> None:
     """On the target that has memory of its own; its code is npu-local's."""
     asked = ("--check", "4", "--limit", "120", "--target", "npu-virtual", "--table", str(TABLE))

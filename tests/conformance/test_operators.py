@@ -44,6 +44,7 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(args, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_pool")
 def test_right_operators_pass_and_say_where_they_ran(tmp_path: Path, command: Command) -> None:
     files = {name: tmp_path / name for name in ("journal", "verdicts", "junit")}

@@ -41,6 +41,7 @@ def judged_here(tried: Any, judge: Callable[..., Any], **_: Any) -> list[Any]:
     return [judge(one, progress=print) for one in tried]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_pool")
 @pytest.mark.parametrize(
     ("options", "seed", "runs"),

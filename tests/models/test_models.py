@@ -21,6 +21,7 @@ _ROWS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", _ROWS)
 @torch.no_grad()
 def test_a_model_is_one_region_with_eagers_numbers(row: ZooModel, counts: Counter[str]) -> None:

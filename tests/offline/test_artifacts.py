@@ -120,6 +120,7 @@ def loaded(
     return folder, json.loads((folder / "said.json").read_text())
 
 
+@pytest.mark.slow
 def test_load_gives_eagers_numbers_without_a_compiler(
     loaded: tuple[Path, dict[str, Any]], cases: dict[str, Case]
 ) -> None:

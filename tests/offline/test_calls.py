@@ -58,6 +58,7 @@ def eager(model: SmallModel, *args: Any, **kwargs: Any) -> Any:
         return model.model(*args, **kwargs)
 
 
+@pytest.mark.slow
 def test_a_call_is_the_models(program: LoadedProgram) -> None:
     models = signatures()
     assert [*program.entries] == [*models]

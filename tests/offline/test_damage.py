@@ -469,6 +469,7 @@ def wide(path: Path) -> bytes:
     return with_manifest(path, lambda r: entry(r).update(names=["x"] * 3_000_000))
 
 
+@pytest.mark.slow
 def test_little_memory_is_enough_to_refuse(artifact: Path) -> None:
     large = bomb(artifact)
     made = {"bomb": large, "declared-small": declared_small(large), "wide": wide(artifact)}

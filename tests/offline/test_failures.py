@@ -120,6 +120,7 @@ def test_a_bundle_runs_what_an_artifact_cannot(
     assert "aten.median.default" in {op["op"] for op in done.json()["ops"]}
 
 
+@pytest.mark.slow
 def test_an_op_that_the_compiler_refuses_is_told(
     command: Command, sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -307,6 +307,7 @@ class Trained(nn.Module):
         return self.second(y), y.detach() + 1
 
 
+@pytest.mark.slow
 def test_steps_from_the_cache_are_those_that_were_traced(found: Counter[str]) -> None:
     """Gradients, statistics, numbers drawn, and what is frozen."""
     torch.manual_seed(0)

@@ -252,6 +252,7 @@ def test_large_tensors_pass(target: str, counts: Counter[str]) -> None:
     assert counts["regions"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dynamic", "target"),
     [
@@ -289,6 +290,7 @@ def test_a_function_of_numbers_alone_passes(any_target: str) -> None:
         assert_same(compiled(n), (torch.arange(n) * 2 + 1, torch.full((2,), n) + 1, n))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes",
     [[(4, 3), (7, 5), (1, 5), (4, 1), (0, 3), (2, 0)], [(0, 2), (3, 2), (4, 1)], [(1, 1), (5, 6)]],

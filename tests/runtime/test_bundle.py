@@ -43,6 +43,7 @@ def done(*jobs: Job, python: Path | None = None, **env: str) -> list[dict[str, A
     return finish(start("bundled", json.dumps(jobs, default=str), python=python, **env))
 
 
+@pytest.mark.slow
 def test_what_one_process_saves_another_runs_without_a_compiler(
     tmp_path: Path, runtime_only_python: Path
 ) -> None:

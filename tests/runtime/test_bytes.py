@@ -202,6 +202,7 @@ def test_padded_by_a_byte(counts: Counter[str]) -> None:
     assert counts["host_ops"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["known", "any"])
 def test_shifts_by_any_number(dtype: torch.dtype, is_dynamic: bool, counts: Counter[str]) -> None:

@@ -397,6 +397,7 @@ def test_a_folder_that_cannot_be_written_to_is_one_warning(
     assert file.read_text() == "not a folder"
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_warning_and_leaves_nothing_behind(tmp_path: Path) -> None:
     done = run("full_disk", "f32", "plus-1", NPU_IREE_CACHE=str(tmp_path))
     assert done["right"]
@@ -427,6 +428,7 @@ def test_what_was_refused_is_healed_on_a_full_disk_and_leaves_nothing_behind(
     assert not [path for path in (tmp_path / "cache" / "failures").glob("*")]
 
 
+@pytest.mark.slow
 def test_what_was_refused_is_healed_where_nothing_can_be_written(
     monkeypatch: pytest.MonkeyPatch, counts: Counter[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -46,6 +46,7 @@ def causes(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_each_recompile_names_the_guard_that_failed(causes: Callable[[], list[str]]) -> None:
     model = Model()
     compiled = torch.compile(model, backend="npu_iree", options=ON_HOST)
@@ -79,6 +80,7 @@ def test_an_attribute_of_a_module_is_a_constant(causes: Callable[[], list[str]])
     assert causes() == ["inference: first call", "inference: new constant: self.factor == 3"]
 
 
+@pytest.mark.slow
 def test_a_backward_graph_has_the_cause_of_its_forward_graph(
     causes: Callable[[], list[str]],
 ) -> None:

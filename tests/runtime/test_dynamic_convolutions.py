@@ -96,6 +96,7 @@ CONVOLUTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_training_on_any_size(name: str, counts: Counter[str]) -> None:
     model = CONVOLUTIONS[name]()
@@ -172,6 +173,7 @@ def repeated(x: torch.Tensor) -> torch.Tensor:
     return F.interpolate(square, scale_factor=2.0)  # its sizes have squares of sizes in them
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [pooled, pooled_to_one, repeated])
 def test_what_stands_between(
     function: Callable[[torch.Tensor], torch.Tensor], cold_counts: Counter[str]

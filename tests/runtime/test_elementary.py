@@ -133,6 +133,7 @@ def test_a_number_before_doubles_keeps_its_digits(dynamic: bool, counts: Counter
     assert counts["host_ops"] == 0
 
 
+@pytest.mark.slow
 def test_a_zero_keeps_its_sign() -> None:
     of_floats = (torch.sin, torch.tan, torch.asin, torch.atan, torch.tanh)
     of_each = {torch.float32: of_floats, torch.float64: (*of_floats, torch.erf)}
@@ -167,6 +168,7 @@ def test_functions_of_two_numbers(counts: Counter[str]) -> None:
     assert (counts["regions"], counts["host_ops"]) == (1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_sines_of_the_positions_of_a_long_text(dynamic: bool) -> None:
     def sines(*of_each_dtype: torch.Tensor) -> list[torch.Tensor]:

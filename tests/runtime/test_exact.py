@@ -219,6 +219,7 @@ def test_an_average_of_all_there_is_runs_on_the_device(counts: Counter[str]) -> 
     assert (counts["regions"], counts["host_ops"]) == (1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_negative_indices_count_from_the_end(dynamic: bool) -> None:
     def write(x: torch.Tensor, i: torch.Tensor, rows: torch.Tensor) -> list[torch.Tensor]:
@@ -233,6 +234,7 @@ def test_negative_indices_count_from_the_end(dynamic: bool) -> None:
     assert_same(compiled(x, i, rows), write(x, i, rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_what_a_mask_sets_is_chosen(dynamic: bool, counts: Counter[str]) -> None:
     """On the device, and in eager's strides, whatever those of the mask are."""
@@ -260,6 +262,7 @@ def test_what_a_mask_sets_is_chosen(dynamic: bool, counts: Counter[str]) -> None
     assert counts["host_ops"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_slices_with_gaps_are_read_by_index(dynamic: bool, counts: Counter[str]) -> None:
     """On the device, with the gaps copied away (`separate_slices`)."""
@@ -276,6 +279,7 @@ def test_slices_with_gaps_are_read_by_index(dynamic: bool, counts: Counter[str])
     assert counts["host_ops"] == 0
 
 
+@pytest.mark.slow
 def test_the_gradients_of_ormqr_are_eagers() -> None:
     """Of a chain of products, updated slices and columns put together (`separate_pieces`)."""
 

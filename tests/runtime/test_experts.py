@@ -102,6 +102,7 @@ def test_a_group_for_no_rows_and_matrices_that_are_computed() -> None:
     assert_same(compiled(x, weight[:1], one), function(x, weight[:1], one))
 
 
+@pytest.mark.slow
 def test_pytorchs_own_op_and_its_gradients() -> None:
     def function(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         return nn.functional.grouped_mm(x, weight, offs=ends)

@@ -203,6 +203,7 @@ def test_options_of_an_inner_dict_are_taken_when_compile_is_called() -> None:
     assert options == {"disabled_ops": ["add"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("warm", [True, False])
 @pytest.mark.parametrize("disabled", [pytest.param([], marks=pytest.mark.sweep), ["mul"]])
 def test_four_threads_share_one_compiled_model(

@@ -226,6 +226,7 @@ def _small(kind: str) -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, use_cache=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["bert", "llama"])
 def test_models_in_low_precision(kind: str, dtype: torch.dtype) -> None:
@@ -249,6 +250,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("foreach", [False, True])
 def test_optimizers_of_many_parameters_are_one_region(foreach: bool, counts: Counter[str]) -> None:
     outcomes = []

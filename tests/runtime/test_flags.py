@@ -90,6 +90,7 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_first_set_of_flags_is_taken(name: str, dynamic: bool, counts: Counter[str]) -> None:

@@ -97,6 +97,7 @@ CONVOLUTIONS: dict[str, tuple[torch.nn.Module, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", OPS)
 def test_it_is_as_exact_as_eager(name: str, dtype: torch.dtype) -> None:
@@ -122,6 +123,7 @@ def test_numbers_are_as_fine_as_in_eager(dtype: torch.dtype) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALVES)
 def test_what_is_no_half_is_rounded_where_eager_rounds_it(
     dtype: torch.dtype, counts: Counter[str]
@@ -152,6 +154,7 @@ def test_a_product_reads_halves_and_no_floats_made_of_them(dtype: torch.dtype, d
     assert "64xf32" not in signatures(dump), "factors are in memory as floats"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions_and_their_gradients_are_as_exact(

@@ -54,6 +54,7 @@ FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_nothing_runs_on_the_host(name: str, is_dynamic: bool) -> None:

@@ -27,6 +27,7 @@ def target(request: pytest.FixtureRequest) -> str:
 SHAPE = (1, 2, LENGTH, 16)  # of a layer's keys
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "disabled",
     [

@@ -58,6 +58,7 @@ def images() -> list[torch.Tensor]:
     return [torch.randn(1024, 1024) for _ in range(3)]
 
 
+@pytest.mark.slow
 def test_calls_have_the_same_memory(device: npu_iree.Device) -> None:
     fast = compiled(chain, device)
     held = device.arenas.nbytes

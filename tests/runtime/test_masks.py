@@ -137,6 +137,7 @@ def planned(program: Program, mask: frozenset[str]) -> tuple[Partition, Plan]:
     return compiler_for(Options.parse({"disabled_ops": mask})).plan(capture_aot(graph))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "target", [pytest.param("npu-local", marks=pytest.mark.sweep), "npu-virtual"]
 )
@@ -165,6 +166,7 @@ def test_each_op_alone_may_be_masked(name: str) -> None:
     check_steps(plan)
 
 
+@pytest.mark.slow
 @settings(
     deadline=None, max_examples=100, suppress_health_check=list(HealthCheck), derandomize=True
 )

@@ -28,6 +28,7 @@ def check(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
         assert torch.equal(torch.signbit(one[zeros]), torch.signbit(other[zeros]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_each_number_to_the_power_of_each(dtype: torch.dtype) -> None:
     x = torch.tensor(NUMBERS, dtype=dtype)

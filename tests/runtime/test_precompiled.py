@@ -31,6 +31,7 @@ def saved(path: Path) -> bytes:
     return path.read_bytes()
 
 
+@pytest.mark.slow
 def test_what_one_process_saves_another_loads_without_a_compiler(
     tmp_path: Path, runtime_only_python: Path
 ) -> None:

@@ -86,6 +86,7 @@ def test_bytes_are_read_as_such_by_the_product(rows: int, dump: Path, counts: Co
     assert f"{WIDE}x{DEEP}xf32" not in signatures(dump), "the weight is in memory as floats"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("sizes", [(WIDE, DEEP), (70, 52)])
@@ -160,6 +161,7 @@ def quantized_ops() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.sweep)])
 def test_ops_of_quantized_graphs_run_on_the_device(dynamic: bool, counts: Counter[str]) -> None:
     calls = quantized_ops()

@@ -79,6 +79,7 @@ def test_statistics_are_right_and_a_seed_reproduces() -> None:
         assert not torch.equal(values, other[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(N, N), (3, 5), (2, 4, 3, 3)], ids=str)
 def test_rng_host_draws_what_eager_draws(shape: tuple[int, ...]) -> None:
     draws = {name: draw for name, (draw, *_) in DRAWS.items()}
@@ -125,6 +126,7 @@ class Noisy(nn.Module):
         return self.second(F.dropout(F.relu(z), 0.5, self.training))
 
 
+@pytest.mark.slow
 def test_rng_host_trains_with_eagers_numbers(target: str) -> None:
     """The masks of the backward pass are those of the forward pass, and those of eager."""
     torch.manual_seed(0)

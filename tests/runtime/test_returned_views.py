@@ -76,6 +76,7 @@ def outcome(function: Callable[..., Any], x: torch.Tensor, *numbers: int) -> Any
     return [r.tolist() for r in several], places, x.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("function", "layout"), CASES)
 def test_views_of_arguments(function: Callable[..., Any], layout: str) -> None:
     compiled = torch.compile(function, backend="npu_iree", dynamic=True)

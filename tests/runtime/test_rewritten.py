@@ -32,6 +32,7 @@ def test_rows_that_no_vector_divides(length: int) -> None:
     assert_same(compiled(x), reduce(x))
 
 
+@pytest.mark.slow
 def test_convolutions_along_one_dimension_and_their_gradients() -> None:
     model = torch.nn.Sequential(
         torch.nn.Conv1d(3, 6, 3, stride=2, padding=1),

@@ -82,6 +82,7 @@ def test_rows_of_integers(shape: tuple[int, int], dtype: torch.dtype, counts: Co
     assert counts["refused_flags"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
 @pytest.mark.parametrize("unknown", [(0, 1), (0,), (1,)], ids=str)
 def test_rows_of_unknown_sizes(

@@ -75,6 +75,7 @@ def test_a_fault_that_nobody_can_commit_is_refused(
         Settings.read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "stage"), MATRIX)
 def test_a_failing_worker_sends_one_op_to_the_host_once(
     kind: str,
@@ -136,6 +137,7 @@ def test_fallback_error_raises_how_the_stage_failed(monkeypatch: pytest.MonkeyPa
     assert "SIGABRT" in inner.diagnostics
 
 
+@pytest.mark.slow
 def test_a_fault_that_is_gone_leaves_the_op_on_the_device(
     monkeypatch: pytest.MonkeyPatch, counts: Counter[str]
 ) -> None:
@@ -429,6 +431,7 @@ def test_a_worker_does_not_stay_in_the_folder_of_the_last_request(
     assert tmp_path not in folders()
 
 
+@pytest.mark.slow
 def test_a_forked_process_has_workers_of_its_own() -> None:
     done = run("fork", NPU_IREE_CACHE="off")
     assert done["child"]["right"]
@@ -543,6 +546,7 @@ def test_ctrl_c_during_a_compile_leaves_nothing(
     assert_nothing_is_left(interrupted("mixed", fault(stage, "hang")), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", [pytest.param("aten.exp.default", marks=pytest.mark.sweep), OP])
 def test_a_region_is_compiled_while_another_one_hangs(
     op: str, tmp_path: Path, interrupted: Callable[..., subprocess.Popen[str]]

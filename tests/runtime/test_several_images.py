@@ -73,6 +73,7 @@ def whole_numbers(*sizes: int) -> torch.Tensor:
     return torch.randint(-3, 4, sizes).float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [[*WINDOWS][i::5] for i in range(5)], ids=", ".join)
 def test_windows_and_their_gradients(names: list[str]) -> None:
     given = {}

@@ -62,6 +62,7 @@ ATTENTION: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 def test_attention_has_eagers_gradients(counts: Counter[str]) -> None:
     def attend(inputs: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
         return {
@@ -209,6 +210,7 @@ LAYERS: dict[str, dict[str, tuple[nn.Module, tuple[int, ...]]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [

@@ -36,6 +36,7 @@ def system(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return a, torch.randn(3, 1, rows, 5)
 
 
+@pytest.mark.slow
 def test_all_ways_to_solve(counts: Counter[str]) -> None:
     a, b = system(20)
     found = torch.compile(solve_all_ways, backend="npu_iree")(a, b)

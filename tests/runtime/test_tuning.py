@@ -128,6 +128,7 @@ def test_a_candidate_whose_compiler_was_killed_is_tried_again_by_the_next_proces
     assert made.is_lasting is not was_killed
 
 
+@pytest.mark.slow
 def test_a_module_that_ends_the_process_costs_itself_only(
     compile_function: Callable[..., Runner],
 ) -> None:

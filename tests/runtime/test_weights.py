@@ -97,6 +97,7 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(4, 8), torch.randint(0, 10, (4,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 @torch.no_grad()
 def test_a_change_shows_in_the_next_call_without_a_recompile(
@@ -214,6 +215,7 @@ class Alike(torch.nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_each_of_many_alike_is_bound_where_it_belongs(
     any_target: str, cold_counts: Counter[str]
 ) -> None:

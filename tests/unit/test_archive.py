@@ -242,6 +242,7 @@ except ArtifactError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_is_refused_within_a_memory_limit(bomb: str, tmp_path: Path) -> None:
     path = tmp_path / "bomb.zip"

@@ -45,6 +45,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads((made_once(tmp_path_factory, "imports", make) / "told.json").read_text())
 
 
+@pytest.mark.slow
 def test_importing_loads_no_compiler(told: Any) -> None:
     last = told["loaded"]["npu_iree.explain"]
     assert {"npu_iree", "npu_iree.backend", "torch"} <= {*last}
