@@ -51,8 +51,8 @@ __all__ = [
 
 # What to do where the device of a parent process is asked for something.
 IN_A_CHILD = (
-    "compile again there (torch._dynamo.reset()), or start it by `spawn`; what a DataLoader's "
-    'workers read stays on the CPU, or the DataLoader takes multiprocessing_context="spawn"'
+    "compile again there (torch._dynamo.reset()), or start it by `spawn`; a DataLoader whose "
+    "workers read tensors takes those of the CPU, and its batches are moved to the device"
 )
 
 
