@@ -102,6 +102,10 @@ def _of_several_dtypes(args: Sequence[Any], _: Mapping[str, Any]) -> str:
     return f"on tensors of {' and '.join(map(dtype_name, dtypes))}" if len(dtypes) > 1 else ""
 
 
+def _no_elements(args: Sequence[Any], _: Mapping[str, Any]) -> str:
+    return "on tensors without elements" if is_static(args[0]) and not args[0].numel() else ""
+
+
 def _no_places(indices: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> str:
     wrong = [i.dtype for i in indices if i.dtype not in dtypes]
     return f"with an index of {dtype_name(wrong[0])}" if wrong else ""
@@ -162,6 +166,8 @@ _REFUSED: dict[Any, _Rule] = {
     aten.index_fill.int_Tensor: _index_of(torch.int64, at=2),
     aten.index_put.default: _unfit_to_put,
     aten.index_select.default: _index_of(*_PLACES, at=2),
+    aten.max.default: _no_elements,
+    aten.min.default: _no_elements,
     aten.mm.default: _of_several_dtypes,
     aten.mv.default: _of_several_dtypes,
     aten.nll_loss2d_forward.default: _index_of(torch.int64, at=1),

@@ -49,6 +49,10 @@ def _heads_behind_rows(result: torch.Tensor, args: Sequence[Any]) -> torch.Tenso
     return _in_order(result, (0, 2, 1, 3))
 
 
+def _columns(result: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
+    return result.mT.contiguous().mT  # as LAPACK has them
+
+
 def _in_order(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
     stored = tensor.permute(*order)
     return tensor if is_contiguous_or_false(stored) else stored.contiguous().permute(inverse(order))
@@ -68,6 +72,7 @@ LAYOUTS: Mapping[torch._ops.OpOverload, Layout] = {
     aten.cummax.default: _natural,
     aten.cummin.default: _natural,
     aten.diagonal_scatter.default: _like_first,
+    aten.linalg_solve_triangular.default: _columns,
     aten.masked_scatter.default: _natural,
     aten.max_pool2d_with_indices.default: _image,
     aten.max_pool2d_with_indices_backward.default: _gradient_of_image,

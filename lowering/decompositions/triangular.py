@@ -27,7 +27,6 @@ def solve_triangular(
     After:  for each block i of 16 rows, from the top:
                 %x[i] = inverse(%a[i, i]) @ %b[i] - (inverse(%a[i, i]) @ %a[i, :i]) @ %x[:i]
             %x is NaN from the row on where %a or %b is none, or infinite
-            its columns are what is dense in memory, as LAPACK's are
     """
     rows = matrix.shape[-1]
     is_f32 = matrix.dtype is right.dtype is torch.float32  # IREE refuses such products of f64
@@ -39,7 +38,7 @@ def solve_triangular(
         matrix, right = matrix.flip(-2, -1), right.flip(-2)
     solved = _solve_lower(matrix, right, is_unit=unitriangular)
     solved = solved.flip(-2) if upper else solved
-    return (solved if left else solved.mT).mT.contiguous().mT
+    return solved if left else solved.mT
 
 
 def _solve_lower(matrix: torch.Tensor, right: torch.Tensor, *, is_unit: bool) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from npu_iree.torch_device.current import is_on_npu
+from npu_iree.torch_device.storage import blank_like
 
 aten = torch.ops.aten
 # Of these, PyTorch lays out the results by the name of the device; ours are those of the CPU.
@@ -34,9 +35,6 @@ def _as_on_the_cpu(
     if place is None:
         return NotImplemented
     with mode:
-        args, kwargs = pytree.tree_map_only(torch.Tensor, _like, (args, kwargs))
-        return pytree.tree_map_only(torch.Tensor, partial(_like, device=place), op(*args, **kwargs))
-
-
-def _like(tensor: torch.Tensor, device: torch.types.Device = "cpu") -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        on_the_cpu, back = (partial(blank_like, device=where) for where in ("cpu", place))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, on_the_cpu, (args, kwargs))
+        return pytree.tree_map_only(torch.Tensor, back, op(*args, **kwargs))

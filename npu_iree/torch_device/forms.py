@@ -155,9 +155,6 @@ STATIC = re.compile(
     r"|repeat\.|reflection_pad|replication_pad)"
 )
 
-# Eager refuses tensors without elements; the fake kernels, and kernels of any size, take them.
-NEEDS_ELEMENTS = frozenset({aten.max.default, aten.min.default})
-
 # PyTorch would make several calls of these; as one, they are one kernel.
 WHOLE = (
     "constant_pad_nd",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -17,7 +18,7 @@ from npu_iree.torch_device.current import CURRENT, FALLBACK, device, is_on_npu, 
 from npu_iree.torch_device.fetch import on_host
 from npu_iree.torch_device.moves import order_for_writing, write
 from npu_iree.torch_device.put import put_in_order, to_device
-from npu_iree.torch_device.storage import as_bytes, resize
+from npu_iree.torch_device.storage import as_bytes, blank_like, resize
 
 log = logging.getLogger(__name__)
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -50,7 +51,7 @@ def run_on_host(
     npu = [i for i, leaf in enumerate(leaves) if is_on_npu(leaf)]
     inputs = [leaves[i] for i in npu if id(leaves[i]) not in outs]
     host = dict(zip(map(id, inputs), _copies(op, inputs, written), strict=True))
-    host |= {key: _blank(out) for key, out in outs.items() if is_on_npu(out)}
+    host |= {key: blank_like(out, _CPU) for key, out in outs.items() if is_on_npu(out)}
     given = {id(host[id(leaves[i])]): leaves[i] for i in npu}
     before = {key: (copy.shape, copy.stride()) for key, copy in host.items()}
     for i in npu:
@@ -70,11 +71,6 @@ def run_on_host(
     return pytree.tree_map_only(
         torch.Tensor, lambda t: given[id(t)] if id(t) in given else _put(t, op, leaves), result
     )
-
-
-def _blank(out: torch.Tensor) -> torch.Tensor:
-    """Return a CPU tensor to be written to: what was in memory is of no interest."""
-    return torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device="cpu")
 
 
 def put_into(
@@ -116,7 +112,8 @@ def _is_pytorchs_error(
         return False
     if what_is_wrong(functional_of(op) or op, args, kwargs):
         return True
-    args, kwargs = pytree.tree_map_only(torch.Tensor, _on_meta, (tuple(args), dict(kwargs)))
+    on_meta = partial(blank_like, device=_META)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, on_meta, (tuple(args), dict(kwargs)))
     args, kwargs = pytree.tree_map_only(torch.device, lambda _: _META, (args, kwargs))
     try:
         with torch._C._DisableAutocast():
@@ -126,10 +123,6 @@ def _is_pytorchs_error(
     except (RuntimeError, IndexError, TypeError, ValueError):
         return True
     return False
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
 
 
 def _is_forbidden() -> bool:

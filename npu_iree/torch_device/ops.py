@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lowering.partition import DRAWS_RANDOM_NUMBERS
+from lowering.unfit import what_is_wrong
 from npu_iree.array import DeviceArray
 from npu_iree.torch_device.calls import (
     Computation,
@@ -30,7 +31,7 @@ from npu_iree.torch_device.calls import (
     scan,
 )
 from npu_iree.torch_device.current import NAME, different_devices, frames, index_of, is_on_npu
-from npu_iree.torch_device.forms import FORMS, NEEDS_ELEMENTS, STATIC, Form, Probe
+from npu_iree.torch_device.forms import FORMS, STATIC, Form, Probe
 from npu_iree.torch_device.host import run_on_host
 from npu_iree.torch_device.kept import Kept
 from npu_iree.torch_device.kernels import Bound, NoKernelError, family
@@ -151,7 +152,7 @@ class EagerOp:
                 _refuse_devices([target, *leaves], self.op)
         if self._functional is None:
             return _Ready(reason=_no_kernel(self.op))
-        if reason := self._why_host(leaves, args):
+        if reason := self._why_host(leaves, args) or what_is_wrong(self._functional, args, kwargs):
             return _Ready(reason=reason)
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return _Ready(reason="")  # it is made from nothing: nothing is lost
@@ -170,8 +171,6 @@ class EagerOp:
                     _refuse_devices(leaves, self.op)
                 if leaf.layout is not torch.strided:
                     return f"no device buffer holds the layout {leaf.layout}"
-                if self._functional in NEEDS_ELEMENTS and not leaf.numel():
-                    return "its argument has no elements"
         return ""
 
     def _indices(self, args: Sequence[Any]) -> Iterator[Any]:

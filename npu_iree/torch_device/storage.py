@@ -56,6 +56,11 @@ def new_tensor(
     return tensor
 
 
+def blank_like(tensor: torch.Tensor, device: torch.types.Device) -> torch.Tensor:
+    """Return a tensor on another device that lies in memory as this one, with nothing in it."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
 def handle_of(tensor: torch.Tensor) -> DeviceArray:
     """Return the handle of a tensor's storage: all of its bytes."""
     storage: Any = tensor.untyped_storage()

@@ -79,6 +79,10 @@ CALLS: dict[str, tuple[Any, Callable[[torch.Tensor], list[Any]]]] = {
         lambda x: [x, x.new_ones(2, 4, 8), 0, 2, 3],
     ),
     "put in one place": (aten.select_scatter.default, lambda x: [x, x.new_ones(2, 8, 9), 1, 0]),
+    "solved": (
+        aten.linalg_solve_triangular.default,
+        lambda x: [x[..., :8] + 8 * torch.eye(8), x],
+    ),
     "put where it says": (aten.masked_scatter.default, lambda x: [x, x > 0.5, x.new_ones(600)]),
     "enlarged": (aten.upsample_nearest1d.default, lambda x: [x[0], [18]]),
     "attention": (FLASH.default, lambda x: [x.contiguous().transpose(1, 2)] * 3),
@@ -87,6 +91,7 @@ CALLS: dict[str, tuple[Any, Callable[[torch.Tensor], list[Any]]]] = {
         lambda x: [*[x := x.contiguous()] * 4, *FLASH(x, x, x), 0.0, False],
     ),
 }
+NAMED = {aten.linalg_solve_triangular.default: {"upper": True}}
 RETURNED = {FLASH.default: 1}  # the statistics of its rows are for the backward pass alone
 
 
@@ -98,7 +103,7 @@ def test_results_lie_where_eager_has_them(
     op, arguments = call
     given = arguments(layout(torch.linspace(0, 1, 2 * 4 * 8 * 9).view(2, 4, 8, 9)))
     expected, actual = (
-        pytree.tree_leaves(function(*given))[: RETURNED.get(op)]
+        pytree.tree_leaves(function(*given, **NAMED.get(op, {})))[: RETURNED.get(op)]
         for function in (op, decomposition_table()[op])
     )
     torch.testing.assert_close(actual, expected, check_stride=True)

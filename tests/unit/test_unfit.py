@@ -113,6 +113,13 @@ def test_dimensions_that_are_not_there(op: Any) -> None:
         assert bool(_why_refused(*call)) == _is_refused(*call), dim
 
 
+@pytest.mark.parametrize("op", [aten.max.default, aten.min.default], ids=str)
+def test_the_largest_of_no_elements(op: Any) -> None:
+    for size in (2, 1, 0):
+        call = (op, _X[:size])
+        assert bool(_why_refused(*call)) == _is_refused(*call) == (not size)
+
+
 def test_a_beta_below_zero() -> None:
     for beta in (0.0, 0.5, -0.5):
         call = (aten.smooth_l1_loss.default, torch.ones(3), torch.ones(3), 1, beta)
