@@ -21,7 +21,7 @@ from lowering.decompositions import op_name
 from lowering.intervals import Interval, Intervals
 from lowering.nodes import ASSERTIONS, draws_random_numbers, is_one_of, origin_of
 from lowering.signature import Check
-from lowering.sizes import is_static
+from lowering.sizes import has_elements
 from lowering.source import user_line
 
 aten = torch.ops.aten
@@ -181,7 +181,7 @@ class _Operand:
     def root(self) -> fx.Node:
         """What has the same elements, and maybe fewer times."""
         node = self.given
-        if not is_static(node.meta["val"]) or node.meta["val"].numel() == 0:
+        if not has_elements(node.meta["val"]):
             return node  # it may have been expanded to nothing
         while is_one_of(node, _SAME_ELEMENTS) and node.target is not aten.view.dtype:
             node = node.args[0]  # type: ignore[assignment]
@@ -205,7 +205,8 @@ class _Operand:
         """What is checked."""
         line = user_line(self.node)
         at = f" at {line}" if line.where else ""
-        return Check(self.rule.kind, f"{self.rule}: {self.node.target}{at}")
+        op = self.node.meta.get("original_aten") or self.node.target
+        return Check(self.rule.kind, f"{self.rule}: {op}{at}")
 
 
 def keep_right(graph: fx.Graph) -> tuple[Check, ...]:

@@ -73,6 +73,8 @@ FACTORY_OPS = frozenset(
 # What may raise, and does nothing else.
 ASSERTIONS = frozenset({"aten._assert_async"})
 
+# What of a node's meta is not of its value. PyTorch notes the op that was decomposed.
+_OF_ORIGIN = ("nn_module_stack", "original_aten", "stack_trace")
 _SIZE_OPS = frozenset(
     {
         torch.ops.aten.sym_size.int,
@@ -83,7 +85,7 @@ _SIZE_OPS = frozenset(
 
 def origin_of(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Return what of a node's meta tells where it comes from; the rest is of its value."""
-    return {name: meta[name] for name in ("nn_module_stack", "stack_trace") if name in meta}
+    return {name: meta[name] for name in _OF_ORIGIN if name in meta}
 
 
 def view_root(node: fx.Node) -> fx.Node:

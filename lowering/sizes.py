@@ -24,6 +24,11 @@ def are_empty(*tensors: torch.Tensor) -> bool:
     return any(isinstance(size, int) and size == 0 for t in tensors for size in t.shape)
 
 
+def has_elements(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor is known to have an element, whatever numbers symbols stand for."""
+    return all(statically_known_true(size > 0) for size in tensor.shape)
+
+
 def are_same(sizes: Sequence[int], others: Sequence[int]) -> bool:
     """Say whether these sizes are those, whatever numbers symbols stand for."""
     if len(sizes) != len(others):

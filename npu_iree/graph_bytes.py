@@ -15,7 +15,7 @@ from torch.fx._graph_pickler import GraphPickler, Options, _GraphUnpickler, _Unp
 from lowering.capture import attribute
 from lowering.graph_modules import graph_module_of
 
-_SAVED = frozenset({"val", "stack_trace"})  # of what a node tells of itself
+_SAVED = frozenset({"val", "original_aten", "stack_trace"})  # of what a node tells of itself
 
 
 def graph_bytes(graph_module: fx.GraphModule) -> bytes:

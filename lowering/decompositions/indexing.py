@@ -119,47 +119,38 @@ def index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> An
     return _PYTORCHS[op](x, dim, counted, value)
 
 
-def gather(x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool = False) -> Any:
-    """Decompose `aten.gather` of whole rows, of sizes that are not known.
-
-    IREE would hold the rows of an index that repeats one number on the stack. Not of batches.
-
-    Before: gather(%x, 0, expand(%i, [N, D]))                       with %i of [N, 1], %x of [L, E]
-    After:  index_select(slice(%x, 1, 0, D), 0, view(%i, [N]))
-    """
-    rows = None if is_static(x, index) else _one_for_each_row(dim, index)
-    if rows is None:
-        return NotImplemented
-    return torch.index_select(_first(x, dim, index), dim, rows)
-
-
 def scatter_add(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> Any:
-    """Decompose `aten.scatter_add` of whole rows, of sizes that are not known, as `gather`.
+    """Decompose `aten.scatter_add` of whole rows: torch-mlir adds element by element.
 
     Before: scatter_add(%x, 0, expand(%i, [N, D]), %source)         with %i of [N, 1], %x of [L, D]
-    After:  index_add(%x, 0, view(%i, [N]), %source)
+    After:  index_put(%x, [view(%i, [N])], %source, accumulate=True)
     """
-    rows = None if is_static(x, index) else _one_for_each_row(dim, index)
-    if rows is None or x.dtype is torch.bool or _first(x, dim, index) is not x:
+    dim = dim % max(1, x.dim())
+    is_of_rows = x.dtype is not torch.bool and _is_repeated(index, range(dim + 1, index.dim()))
+    if not is_of_rows or _first(x, dim, index) is not x:
         return NotImplemented
     source = _first(source, dim, index)
     if not statically_known_true(source.shape[dim] == index.shape[dim]):
         source = aten.slice.Tensor(source, dim, 0, index.shape[dim])
-    return torch.index_add(x, dim, rows, source)
+    for _ in range(dim + 1, index.dim()):
+        index = aten.select.int(index, -1, 0)
+    places: Sequence[torch.Tensor | None] = [None] * dim
+    if _is_repeated(index, range(dim)):
+        for _ in range(dim):
+            index = aten.select.int(index, 0, 0)
+    else:
+        places = _numbers(index, dim, dim + 1)
+    return aten.index_put(x, [*places, _from_the_start(x, dim, index)], source, True)
 
 
-def _one_for_each_row(dim: int, index: torch.Tensor) -> torch.Tensor | None:
-    """Return the index along a dimension if it is the same for all of the others; or None."""
-    dim = dim % max(1, index.dim())
-    others = [d for d in range(index.dim()) if d != dim]
+def _is_repeated(index: torch.Tensor, dims: Sequence[int]) -> bool:
+    """Say whether indices are the same all along dimensions, each of which has some."""
     steps, sizes = index.stride(), index.shape
-    if not others or not all(statically_known_true(sizes[d] > 0) for d in others):
-        return None
-    if not all(statically_known_true(sym_or(steps[d] == 0, sizes[d] == 1)) for d in others):
-        return None
-    for d in reversed(others):
-        index = aten.select.int(index, d, 0)
-    return index
+    return len(dims) > 0 and all(
+        statically_known_true(sizes[d] > 0)
+        and statically_known_true(sym_or(steps[d] == 0, sizes[d] == 1))
+        for d in dims
+    )
 
 
 def _first(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
@@ -214,12 +205,17 @@ def _by_rows(
     count = next(d for d, i in enumerate(indices) if i is not None)  # of whole dimensions
     given = _broadcast([i for i in indices if i is not None])
     sizes, rest = [*x.shape[:count], *given[0].shape], x.shape[count + len(given) :]
-    rows = [
-        torch.arange(n, device=x.device).view([-1] + [1] * (len(sizes) - d - 1))
-        for d, n in enumerate(x.shape[:count])
-    ]
+    rows = _numbers(x, count, len(sizes))
     flat = [i.expand(sizes).reshape(-1) for i in (*rows, *given)]
     return flat, values.expand([*sizes, *rest]).reshape(-1, *rest)
+
+
+def _numbers(x: torch.Tensor, count: int, rank: int) -> list[torch.Tensor]:
+    """Number the places along each of the first dimensions, as indices of a rank."""
+    return [
+        torch.arange(n, device=x.device).view([-1] + [1] * (rank - d - 1))
+        for d, n in enumerate(x.shape[:count])
+    ]
 
 
 def _broadcast(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -238,7 +234,6 @@ def embedding(weight: torch.Tensor, indices: torch.Tensor, *_: Any) -> Any:
 DECOMPOSITIONS = {
     aten._index_put_impl.default: index_put_impl,
     aten.embedding.default: embedding,
-    aten.gather.default: gather,
     aten.index_add.default: index_add,
     aten.index_copy.default: index_copy,
     aten.index_fill.int_Scalar: index_fill,

@@ -59,6 +59,7 @@ def test_it_is_the_same(function: Callable[..., Any], tracing: Any) -> None:
     traced = make_fx(function, tracing_mode=tracing)(x)
     for node in traced.graph.nodes:
         node.meta["stack_trace"] = f"the line of {node.name}"
+        node.meta["original_aten"] = node.target if node.op == "call_function" else None
     fake_mode = FakeTensorMode(shape_env=ShapeEnv())
     read = graph_from_bytes(graph_bytes(traced), fake_mode)
     assert list(map(_told, read.graph.nodes)) == list(map(_told, traced.graph.nodes))
@@ -78,7 +79,8 @@ def test_a_value_of_two_nodes_is_one() -> None:
 def _told(node: fx.Node) -> object:
     values = [_layout(value) for value in pytree.tree_leaves(node.meta.get("val"))]
     arguments = str(node.args), str(node.kwargs), [n.name for n in node.all_input_nodes]
-    return node.op, node.name, node.target, arguments, node.meta["stack_trace"], values
+    origin = node.meta["stack_trace"], node.meta["original_aten"]
+    return node.op, node.name, node.target, arguments, *origin, values
 
 
 def _layout(value: object) -> object:

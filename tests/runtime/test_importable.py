@@ -89,6 +89,25 @@ def test_a_view_may_give_numbers_for_what_is_a_symbol() -> None:
         assert_same(compiled(x, weight), merged(x, weight))
 
 
+def test_rows_of_batches_are_one_program(cold_counts: Counter[str]) -> None:
+    """Tokens that are kept, and where they are put back; no size is known."""
+
+    def kept(x: torch.Tensor, tokens: torch.Tensor) -> Any:
+        rows = tokens[..., None].expand(-1, -1, x.shape[2])
+        taken = x.gather(1, rows) * 2
+        back = torch.zeros_like(x).scatter_add(1, rows, taken)
+        return taken, back, x.scatter_reduce(1, rows, taken, "amax")
+
+    compiled = torch.compile(kept, backend="npu_iree", dynamic=True, options={"fallback": "error"})
+    for batch, length, count, width in [(3, 7, 4, 5), (2, 9, 12, 3)]:
+        x = torch.randn(batch, length, width, generator=GENERATOR)
+        tokens = torch.randint(0, length, (batch, count), generator=GENERATOR)
+        assert_same(compiled(x, tokens), kept(x, tokens))
+    assert (cold_counts["compiles"], cold_counts["refused_flags"]) == (1, 0)
+    with pytest.raises(IndexError, match="out of range in dimension 1"):
+        compiled(x, tokens + 9)
+
+
 def test_rows_of_a_graphs_edges_are_one_program(cold_counts: Counter[str]) -> None:
     """One index for each row, repeated along it; how many edges there are is not known."""
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowering.decompositions import bags, overlaps, scatters, weight_norm
+from lowering.decompositions import bags, indexing, overlaps, scatters, weight_norm
 
 aten = torch.ops.aten
 SIZES = st.integers(1, 5)
@@ -26,6 +26,23 @@ def test_what_a_mask_puts_and_gives_back(data: st.DataObject) -> None:
     actual = scatters.masked_scatter_backward(x, wide, source.shape)
     expected = aten.masked_scatter_backward.default(x, wide, source.shape)
     torch.testing.assert_close(actual, expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_rows_that_are_added(data: st.DataObject) -> None:
+    shape = [data.draw(SIZES) for _ in range(3)]
+    dim, count = data.draw(st.integers(0, 2)), data.draw(SIZES)
+    sizes = [*shape[:dim], count, *shape[dim + 1 :]]
+    given = [n if d <= dim and data.draw(st.booleans()) else 1 for d, n in enumerate(sizes)]
+    index = torch.randint(0, shape[dim], given).expand(sizes)
+    source = torch.randint(-9, 10, [n + data.draw(st.integers(0, 1)) for n in sizes]).float()
+    x = torch.randint(-9, 10, shape).float()  # whose sums are exact, in any order
+    actual = indexing.scatter_add(x, dim - data.draw(st.sampled_from([0, 3])), index, source)
+    assert (actual is NotImplemented) == (dim == 2)
+    if actual is not NotImplemented:
+        expected = aten.scatter_add.default(x, dim, index, source)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 @settings(max_examples=100, deadline=None)
