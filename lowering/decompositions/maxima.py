@@ -43,9 +43,12 @@ def max_pool2d(
     """
     stride = stride or kernel_size
     kernel, steps, pads, apart = (of_each(v, 2) for v in (kernel_size, stride, padding, dilation))
-    is_irregular = ceil_mode or x.dim() == 3
-    if _OURS.is_done or are_empty(x) or (x.dim() == 3 and not is_static(x)):
+    if _OURS.is_done or are_empty(x):
         return NotImplemented
+    if x.dim() == 3:
+        found = max_pool2d(x.unsqueeze(0), kernel, steps, pads, apart, ceil_mode)
+        return tuple(t.squeeze(0) for t in found)
+    is_irregular = ceil_mode
     sizes, counts, covering = x.shape[-2:], list[Any](), list[Any]()
     for size, k, step, pad, d in zip(sizes, kernel, steps, pads, apart, strict=True):
         count = places_of(size, k, step, pad, d, ceil_mode)
@@ -56,9 +59,7 @@ def max_pool2d(
             is_irregular |= count == 1 and covered < size + 2 * pad
     amounts = covering if is_irregular else [pads[1], pads[1], pads[0], pads[0]]
     lowest = -math.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
-    padded = x if x.dim() == 4 else x.unsqueeze(0)
-    if any(amounts):
-        padded = aten.constant_pad_nd.default(padded, amounts, lowest)
+    padded = aten.constant_pad_nd.default(x, amounts, lowest) if any(amounts) else x
     with _OURS:
         values = aten.max_pool2d_with_indices.default(padded, kernel, steps, [0, 0], apart)[0]
     firsts = [_first_inside(*v, x.device) for v in zip(counts, steps, pads, apart, strict=True)]
@@ -67,8 +68,7 @@ def max_pool2d(
     row = torch.div(places, kernel[1], rounding_mode="floor")
     column = places - row * kernel[1]
     row, column = rows.unsqueeze(-1) + row * apart[0], columns + column * apart[1]
-    indices = row.to(torch.int64) * sizes[1] + column
-    return (values, indices) if x.dim() == 4 else (values.squeeze(0), indices.squeeze(0))
+    return values, row.to(torch.int64) * sizes[1] + column
 
 
 def max_pool2d_backward(

@@ -126,7 +126,13 @@ def layer(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return y.transpose(1, 2).flatten(-2)
 
 
+def turned(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Of angles and their product; which angles are large is a mask that the gradient keeps."""
+    return (x @ w).sum() + (x.sin() * 2).sum() * w.cos().sum()
+
+
 GRADIENTS: dict[str, Program] = {
+    "turned": (turned, ((3, 4), (4, 2))),
     "first token": (first_token, ((2, 136, 64), (64, 64))),
     "gelu": (gelu, ((2, 136, 64), (144, 64), (144,))),
     "attention": (layer, ((2, 136, 64), (192, 64))),

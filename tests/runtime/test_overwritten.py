@@ -59,6 +59,8 @@ SORTS: dict[str, Function] = {
     "the largest and the smallest": lambda x: (x.topk(2), (-x).topk(3), x.topk(2, largest=False)),
     "and what was there": lambda x: (y := x.index_select(1, PLACES)).sort(0)[0] + y.flip(0),
     "filled": lambda x: [torch.zeros(4, 6).index_put((PLACES,), x[i : i + 2]) for i in (0, 1)],
+    "of what others give": lambda x: (x.topk(4)[0].topk(2), x.exp().cumsum(-1)[:, 2:].sort()),
+    "of one element": lambda x: [(x[0, i : i + 1] > 0).cumsum(0) for i in (0, 1)],
 }
 
 
@@ -74,10 +76,11 @@ def test_a_slice_is_put_into_its_own_tensor(
 
 
 @pytest.mark.parametrize("name", SORTS)
-def test_several_sorts_and_fills(name: str) -> None:
+def test_several_sorts_and_fills(name: str, counts: Counter[str]) -> None:
     x = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
     function = SORTS[name]
     assert_same(torch.compile(function, backend="npu_iree")(x), function(x))
+    assert (counts["refused_flags"], counts["regions"]) == (0, 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8])

@@ -24,6 +24,9 @@ def separate_slices(function: Any) -> None:
     numbers are next to each other: IREE packs it where it multiplies, on a stack that has no end
     ("stack allocation size overflows 64 bits"), or is too small. Parameters it packs at load.
 
+    One that is sorted where it lies is a copy: what makes all of it, another sort or a scan, is not
+    distributed with it (the largest three of the largest five).
+
     Before: %0 = tensor.extract_slice %x[0, 0] [8, 8] [1, 2]
             %1 = linalg.generic {%e = tensor.extract %0[%i, %j]}
     After:  the same with %b = util.optimization_barrier %0; %e = tensor.extract %b[%i, %j]
@@ -36,8 +39,12 @@ def separate_slices(function: Any) -> None:
             _is_scattered(op) and not is_weight(op.result, through=VIEWS)
         )
         is_factor = is_packed_there and makes_factor(op.result)
-        if is_misread or is_factor or _is_cut_anywhere(op):
+        if is_misread or is_factor or _is_cut_anywhere(op) or _is_sorted(op.result):
             read_behind_barrier(op.result)
+
+
+def _is_sorted(piece: Any) -> bool:
+    return any(use.owner.operation.name == "tm_tensor.sort" for use in piece.uses)
 
 
 def _has_gaps(piece: Any) -> bool:

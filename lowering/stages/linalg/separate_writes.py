@@ -6,6 +6,8 @@ from typing import Any
 
 from lowering.stages.ir.barrier import behind_barrier
 from lowering.stages.ir.structured import VIEWS, inputs_of, is_elementwise, is_of_nothing, is_tensor
+from lowering.stages.ir.symbols import maker_of
+from lowering.stages.ir.templates import put
 from lowering.stages.ir.tensors import computed
 from lowering.stages.linalg.keep_arguments import only_reads
 
@@ -15,6 +17,12 @@ _MIX_FLOATS = """
     %0 = arith.bitcast %x : {element} to {bits}
     %1 = arith.xori %0, %zero : {bits}
     %y = arith.bitcast %1 : {bits} to {element}
+"""
+_MIXED = """
+func.func private @mixed(%x: {element}, %zero: {bits}) -> {element} {{
+  {body}
+  return %y : {element}
+}}
 """
 _MOVES = VIEWS | {"linalg.transpose"}
 _INSERT = "tensor.insert_slice"
@@ -108,4 +116,10 @@ def _copied(value: Any) -> Any:
     mix = _MIX_INTEGERS if element == bits else _MIX_FLOATS
     zeros = behind_barrier(zero.result, stays=True)
     body = mix.format(element=element, bits=bits)
-    return behind_barrier(computed(value, str(element), body, zero=zeros))
+    if maker_of(value) != "linalg.fill":
+        return behind_barrier(computed(value, str(element), body, zero=zeros))
+    fill = value.owner.clone()
+    with ir.InsertionPoint(fill):
+        number = _MIXED.format(element=element, bits=bits, body=body)
+        (fill.operands[0],) = put(number, [fill.operands[0], zeros])
+    return behind_barrier(fill.results[0])

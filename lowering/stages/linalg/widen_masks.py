@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections import Counter
 from typing import Any
 
 from lowering.stages.ir.barrier import behind_barrier
@@ -33,27 +34,40 @@ def widen_masks(function: Any) -> None:
             computed.update(op.results)
         elif any(operand in computed for operand in op.operands):
             if is_elementwise(op):
-                for reader, place in list(_masks_read(op, computed)):
+                for reader, place in _masks_read(op, computed):
                     _widen(reader, place, bytes_of)
             if is_elementwise(op) or op.name in RESHAPES:
                 computed.update(op.results)
 
 
-def _masks_read(op: Any, computed: set[Any]) -> Iterator[tuple[Any, int]]:
+def _masks_read(op: Any, computed: set[Any]) -> list[tuple[Any, int]]:
     """Find the masks that an op reads itself, or by what it is fused with: the op, and the place.
 
-    Those that are computed in the same loops are none: they are never in memory.
+    Fused is what nothing else reads but the op and what is fused with it. Masks that are computed
+    in the same loops are none: they are never in memory.
     """
-    reads = op.operands if op.name in RESHAPES else inputs_of(op)
-    for place, operand in enumerate(reads):
-        if operand in computed or not is_tensor(operand):
-            continue
-        maker = maker_of(operand)
-        is_fused = maker in RESHAPES or (maker != "" and is_elementwise(operand.owner))
-        if is_fused and sum(1 for _ in operand.uses) == 1:
-            yield from _masks_read(operand.owner, computed)
-        elif str(operand.type.element_type) == "i1":
-            yield op, place
+    fused, masks, reads = [op], dict[Any, list[tuple[Any, int]]](), Counter[Any]()
+    for reader in fused:
+        for place, operand in enumerate(_read_by(reader)):
+            if operand in computed or not is_tensor(operand):
+                continue
+            reads[operand] += 1
+            is_left = reads[operand] < sum(1 for _ in operand.uses)
+            if not is_left and _is_fusible(operand):
+                masks.pop(operand, None)
+                fused.append(operand.owner)
+            elif str(operand.type.element_type) == "i1":
+                masks.setdefault(operand, []).append((reader, place))
+    return list(itertools.chain.from_iterable(masks.values()))
+
+
+def _read_by(op: Any) -> list[Any]:
+    return list(op.operands) if op.name in RESHAPES else inputs_of(op)
+
+
+def _is_fusible(value: Any) -> bool:
+    maker = maker_of(value)
+    return maker in RESHAPES or (maker != "" and is_elementwise(value.owner))
 
 
 def _widen(reader: Any, place: int, bytes_of: dict[Any, Any]) -> None:
