@@ -23,7 +23,6 @@ from lowering.target import Candidate, CompileTarget, FlagSet
 log = logging.getLogger(__name__)
 
 DEFAULT = "default"
-LEVELS = ("quick", "full")
 
 
 @dataclass(frozen=True, kw_only=True)
