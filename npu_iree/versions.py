@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib import metadata
 
+from lowering.key import package_version
 from npu_iree.errors import VersionError
 
 # package -> verified version; a prefix is enough ("2.13" covers "2.13.0+cpu").
@@ -14,14 +14,6 @@ VERIFIED = {
     "iree-base-compiler": "3.13.0",
     "iree-base-runtime": "3.13.0",
 }
-
-
-def found_version(package: str) -> str:
-    """Return which version of a package is installed, or that none is."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 @cache
@@ -36,7 +28,7 @@ def check_versions(*packages: str) -> None:
     """
     wrong = []
     for package in packages:
-        found = found_version(package)
+        found = package_version(package)
         if not f"{found}.".startswith((f"{VERIFIED[package]}.", f"{VERIFIED[package]}+")):
             wrong.append(f"{package}: verified {VERIFIED[package]}, found {found}")
     if wrong:

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from lowering.cpu import cpu_name
+from lowering.key import package_version
 from npu_iree import __version__, settings
 from npu_iree.cli import artifacts, cache, capabilities, conformance
 from npu_iree.cli.compile import compile_command
@@ -22,7 +23,7 @@ from npu_iree.cli.exits import TOLD, exit_code
 from npu_iree.cli.prebuild import prebuild_command
 from npu_iree.cli.profile import profile_command
 from npu_iree.targets import find_target, targets
-from npu_iree.versions import VERIFIED, found_version
+from npu_iree.versions import VERIFIED
 
 app = typer.Typer(
     no_args_is_help=True, help="PyTorch on an NPU: compile models, run them, prove a target."
@@ -44,7 +45,7 @@ def _print_version(is_asked: bool) -> None:
         return
     console.print(f"npu-iree {__version__}", highlight=False)
     for package, verified in VERIFIED.items():
-        found = found_version(package)
+        found = package_version(package)
         console.print(f"{package} {found} (verified: {verified})", highlight=False)
     console.print(f"Python {platform.python_version()}, {platform.platform()}", highlight=False)
     console.print(cpu_name(), highlight=False, soft_wrap=True)
