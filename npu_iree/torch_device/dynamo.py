@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch._dynamo import trace_rules
 from torch._dynamo.device_interface import DeviceInterface, register_interface_for_device
 
@@ -20,55 +19,20 @@ class NpuInterface(DeviceInterface):
     Event = module.Event
     Stream = module.Stream
 
-    @staticmethod
-    def current_device() -> int:
-        """Return the index of the current device."""
-        return module.current_device()
-
-    @staticmethod
-    def set_device(device: torch.types.Device) -> None:
-        """Check that a device is the one there is."""
-        module.set_device(device)
-
-    @staticmethod
-    def device_count() -> int:
-        """Return how many devices there are."""
-        return module.device_count()
-
-    @staticmethod
-    def is_available() -> bool:
-        """Say whether there is a device."""
-        return module.is_available()
-
-    @staticmethod
-    def synchronize(device: torch.types.Device = None) -> None:
-        """Wait until everything that was submitted has ended."""
-        module.synchronize(device)
-
-    @staticmethod
-    def current_stream() -> Any:
-        """Return the current stream."""
-        return module.current_stream()
-
-    @staticmethod
-    def get_device_properties(device: torch.types.Device = None) -> Any:
-        """Return the device's properties."""
-        return module.get_device_properties(device)
-
-    @staticmethod
-    def get_compute_capability(device: torch.types.Device = None) -> Any:
-        """Return (0, 0): the capability table of the target says what the device can."""
-        return module.get_device_capability(device)
+    current_device = staticmethod(module.current_device)
+    set_device = staticmethod(module.set_device)
+    device_count = staticmethod(module.device_count)
+    is_available = staticmethod(module.is_available)
+    synchronize = staticmethod(module.synchronize)
+    current_stream: Any = staticmethod(module.current_stream)  # of a class that is not torch.Stream
+    get_device_properties = staticmethod(module.get_device_properties)
+    get_compute_capability = staticmethod(module.get_device_capability)
+    memory_allocated = staticmethod(module.memory_allocated)
 
     @staticmethod
     def is_bf16_supported(including_emulation: bool = False) -> bool:
         """Say whether bf16 is there."""
         return module.is_bf16_supported()
-
-    @staticmethod
-    def memory_allocated(device: torch.types.Device = None) -> int:
-        """Return the bytes that handles hold."""
-        return module.memory_allocated(device)
 
 
 def register_dynamo() -> None:
