@@ -39,17 +39,11 @@ def register_methods() -> None:
     """Teach the classes; once a process."""
     storage: Any = torch.UntypedStorage
     storage.__new__ = staticmethod(_make_instead(storage.__new__))
-    storage.clone = _clone_instead(storage.clone)
-    storage.data_ptr = _name_instead(storage.data_ptr)
+    for name, ours in _OF_STORAGES.items():
+        setattr(storage, name, _instead(getattr(storage, name), ours))
     typed: Any = torch.TypedStorage
     typed.__reduce__ = _reduce_instead(typed.__reduce__)
-    storage.cpu = _fetch_instead(storage.cpu)
     storage.to = _move_instead(storage.to)
-    storage.byteswap = _swap_on_cpu(storage.byteswap)
-    storage.resize_ = _grow_instead(storage.resize_)
-    storage.fill_ = _fill_instead(storage.fill_)
-    storage._write_file = _write_instead(storage._write_file)
-    storage._set_from_file = _read_instead(storage._set_from_file)
     storage.npu = _to_npu
     storage.is_npu = property(lambda self: self.device.type == NAME)
     module_class: Any = torch.nn.Module
@@ -82,93 +76,72 @@ def _make_instead(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def _clone_instead(clone: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(clone)
-    def cloned(self: torch.UntypedStorage) -> Any:
-        if self.device.type != NAME:
-            return clone(self)
-        handle = held_by(self)  # its bytes never change: both may hold it
-        return new_tensor((self.nbytes(),), (1,), torch.uint8, handle).untyped_storage()
+def _instead(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Call one method for storages on "npu", and another for all others."""
+    npu = torch.device(NAME, 0)  # to compare devices is quicker than to ask for their types
 
-    return cloned
+    @functools.wraps(original)
+    def chosen(self: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        return (ours if self.device == npu else original)(self, *args, **kwargs)
 
-
-def _name_instead(data_ptr: Callable[..., int]) -> Callable[..., int]:
-    @functools.wraps(data_ptr)
-    def address(self: torch.UntypedStorage) -> int:
-        """Tell storages apart, as their addresses do: no host address leads to their bytes."""
-        return self._cdata if self.device.type == NAME else data_ptr(self)
-
-    return address
+    return chosen
 
 
-def _fetch_instead(cpu: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(cpu)
-    def fetched(self: torch.UntypedStorage) -> Any:
-        if self.device.type != NAME:
-            return cpu(self)
-        (flat,) = on_host([as_bytes(self)], "a storage on the CPU")
-        return flat.clone().untyped_storage()
-
-    return fetched
+def _cloned(self: torch.UntypedStorage) -> torch.UntypedStorage:
+    handle = held_by(self)  # its bytes never change: both may hold it
+    return new_tensor((self.nbytes(),), (1,), torch.uint8, handle).untyped_storage()
 
 
-def _swap_on_cpu(swap: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(swap)
-    def swapped(self: torch.UntypedStorage, dtype: torch.dtype) -> None:
-        if self.device.type == NAME:
-            raise RuntimeError("bytes on npu:0 cannot be swapped in place; swap those of .cpu()")
-        swap(self, dtype)
-
-    return swapped
+def _address(self: torch.UntypedStorage) -> Any:
+    """Tell storages apart, as their addresses do: no host address leads to their bytes."""
+    return self._cdata
 
 
-def _fill_instead(fill: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(fill)
-    def filled(self: torch.UntypedStorage, value: int) -> Any:
-        if self.device.type != NAME:
-            return fill(self, value)
-        as_bytes(self).fill_(value)
-        return self
-
-    return filled
+def _fetched(self: torch.UntypedStorage) -> torch.UntypedStorage:
+    (flat,) = on_host([as_bytes(self)], "a storage on the CPU")
+    return flat.clone().untyped_storage()
 
 
-def _write_instead(write: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(write)
-    def written(self: Any, *args: Any, **kwargs: Any) -> None:
-        write(self.cpu() if self.device.type == NAME else self, *args, **kwargs)
-
-    return written
+def _swapped(self: torch.UntypedStorage, dtype: torch.dtype) -> None:
+    raise RuntimeError("bytes on npu:0 cannot be swapped in place; swap those of .cpu()")
 
 
-def _read_instead(read: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(read)
-    def read_in(self: torch.UntypedStorage, *args: Any) -> Any:
-        if self.device.type != NAME:
-            return read(self, *args)
-        host = torch.empty(self.nbytes(), dtype=torch.uint8, device="cpu")
-        read(host.untyped_storage(), *args)
-        as_bytes(self).copy_(host)
-        return self
-
-    return read_in
+def _filled(self: torch.UntypedStorage, value: int) -> torch.UntypedStorage:
+    as_bytes(self).fill_(value)
+    return self
 
 
-def _grow_instead(resize_: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(resize_)
-    def resized(self: torch.UntypedStorage, nbytes: int) -> Any:
-        if self.device.type != NAME:
-            return resize_(self, nbytes)
-        if nbytes < self.nbytes():
-            raise RuntimeError(
-                f"a storage on npu:0 only grows: {self.nbytes()} bytes cannot become {nbytes}; its "
-                "memory is free when no tensor uses it any more"
-            )
-        resize(new_tensor((0,), (1,), torch.uint8), (nbytes,), (1,), self)
-        return self
+def _written(self: Any, *args: Any, **kwargs: Any) -> None:
+    self.cpu()._write_file(*args, **kwargs)
 
-    return resized
+
+def _read(self: torch.UntypedStorage, *args: Any) -> torch.UntypedStorage:
+    host: Any = torch.empty(self.nbytes(), dtype=torch.uint8, device="cpu")
+    host.untyped_storage()._set_from_file(*args)
+    as_bytes(self).copy_(host)
+    return self
+
+
+def _resized(self: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+    if nbytes < self.nbytes():
+        raise RuntimeError(
+            f"a storage on npu:0 only grows: {self.nbytes()} bytes cannot become {nbytes}; its "
+            "memory is free when no tensor uses it any more"
+        )
+    resize(new_tensor((0,), (1,), torch.uint8), (nbytes,), (1,), self)
+    return self
+
+
+_OF_STORAGES: dict[str, Callable[..., Any]] = {
+    "clone": _cloned,
+    "data_ptr": _address,
+    "cpu": _fetched,
+    "byteswap": _swapped,
+    "fill_": _filled,
+    "resize_": _resized,
+    "_write_file": _written,
+    "_set_from_file": _read,
+}
 
 
 def _reduce_instead(reduce: Callable[..., Any]) -> Callable[..., Any]:
