@@ -239,19 +239,6 @@ def _native_batch_norm(
     return y, save_mean, save_var
 
 
-def _native_batch_norm_legit(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> Any:
-    return _native_batch_norm(x, weight, bias, mean, var, training, momentum, eps)
-
-
 def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     """Drop elements; which, PyTorch's generator says, which is on the host."""
     if train is False:
@@ -320,7 +307,7 @@ OWN: dict[str, Callable[..., Any]] = {
     "set_.source_Tensor": _set(aten.set_.source_Tensor),
     "set_": _set_nothing,
     "native_batch_norm": _native_batch_norm,
-    "_native_batch_norm_legit": _native_batch_norm_legit,
+    "_native_batch_norm_legit": _native_batch_norm,
     "native_dropout": _native_dropout,
     "_fused_sdp_choice": _choose_attention,
     "normal_": _draw(aten.normal_.default),
