@@ -198,6 +198,12 @@ class FlagError(StageError, ValueError):
         return f"iree-compile refuses a flag: {self.diagnostics} (given: {' '.join(self.flags)})"
 
 
+def first_line(text: str | BaseException) -> str:
+    """Return the first line that says something; of an error that says nothing, its class."""
+    lines = map(str.strip, str(text).splitlines())
+    return next(filter(None, lines), "" if isinstance(text, str) else type(text).__name__)
+
+
 def said(error: Exception) -> str:
     """Return what an error of a stage says: the compiler's words, or which error of ours it is."""
     text = str(error)

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from lowering.errors import HostOp
+from lowering.errors import HostOp, first_line
 from lowering.plan import Gather, Plan, Put
 from lowering.region import Region
 from npu_iree.aot import aot_backend
@@ -178,4 +178,4 @@ def _asked(model: object, options: dict[str, Any] | None) -> dict[str, Any]:
 def _break_text(reason: Any) -> str:
     frame = reason.user_stack[-1] if reason.user_stack else None
     where = f" at {frame.filename}:{frame.lineno} in {frame.name}" if frame else ""
-    return f"{str(reason.reason).strip().splitlines()[0]}{where}"
+    return f"{first_line(str(reason.reason))}{where}"

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from iree.runtime import _binding as hal
 
+from lowering.errors import first_line
 from npu_iree.errors import BadValueError, DeviceError, DeviceTimeoutError
 
 NO_WAIT: Any = hal.HalFence(0)
@@ -392,5 +393,5 @@ class Gate:
 
 def _message(cause: str) -> str:
     """Strip IREE's prefixes: `synchronous semaphore failure: hal.cc:1814: UNKNOWN; boom`."""
-    first = cause.splitlines()[0] if cause else "no reason given"
+    first = first_line(cause) or "no reason given"
     return first.rpartition("; ")[2] if "; " in first else first

@@ -20,6 +20,7 @@ import torch
 
 from lowering.artifact import Artifact, EntryPoint
 from lowering.dtypes import DTYPES
+from lowering.errors import first_line
 from lowering.signature import Check, ScalarSpec, Signature, TensorSpec
 from lowering.target import CompileTarget
 from lowering.tuning import DEFAULT
@@ -235,7 +236,7 @@ def _try(
         candidate = Runnable(device, program, (folder / f"{name}.vmfb").read_bytes())
         difference, problem = compare(candidate.results(), expected)
     except RuntimeError as error:
-        answer(name=name, problem=f"it fails: {str(error).splitlines()[0]}")
+        answer(name=name, problem=f"it fails: {first_line(error)}")
         return
     if problem:
         answer(name=name, difference=difference, problem=problem)

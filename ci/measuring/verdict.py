@@ -13,7 +13,7 @@ from lowering.artifact import Artifact, EntryPoint
 from lowering.capabilities import NOT_LOWERED
 from lowering.decompositions.halves import HALVES
 from lowering.dtypes import dtype_name
-from lowering.errors import NpuIreeError, StageError
+from lowering.errors import NpuIreeError, StageError, first_line
 from lowering.pipeline import compile_program
 from lowering.program import Program
 from lowering.region import extract_region, memory_order
@@ -149,7 +149,7 @@ def _short(text: str) -> str:
     for pattern, short in SHORT.items():
         if re.search(pattern, text):
             return short
-    line = text.strip().splitlines()[0] if text.strip() else "no reason given"
+    line = first_line(text) or "no reason given"
     return re.sub(r"^(loc\(.*?\)+: |unknown: |error: )+", "", line)[:80]
 
 

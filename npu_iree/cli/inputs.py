@@ -13,6 +13,7 @@ import typer
 
 from lowering.arithmetic import evaluate, names_in
 from lowering.dtypes import DTYPES
+from lowering.errors import first_line
 from lowering.manifest import Argument, Call
 from lowering.signature import ScalarSpec, TensorSpec
 from npu_iree.errors import ArgumentError, ArtifactError, OptionError
@@ -110,7 +111,7 @@ def _value(
         return _drawn(shape, DTYPES[spec.dtype], generator)
     except (RuntimeError, MemoryError) as error:
         raise ArgumentError(
-            f"{argument.name} of {shape} cannot be drawn: {str(error).splitlines()[0]}"
+            f"{argument.name} of {shape} cannot be drawn: {first_line(error)}"
         ) from error
 
 

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from lowering.errors import first_line
+
 Tell = Callable[[str], None]
 err_console = Console(stderr=True)
 
@@ -61,4 +63,4 @@ class _Teller(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show one message."""
-        self._tell(record.getMessage().splitlines()[0])
+        self._tell(first_line(record.getMessage()))

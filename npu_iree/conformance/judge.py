@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from lowering.decompositions.halves import HALVES
 from lowering.dtypes import DTYPES
+from lowering.errors import first_line
 from lowering.plan import Plan
 from npu_iree.conformance.cases import LOOSER, SKIPPED, Case, database, is_elementwise
 from npu_iree.conformance.observe import observed, over
@@ -141,12 +142,12 @@ def compiled_anew(
 def where_it_ran(plans: Sequence[Plan]) -> Attempt:
     """Say whether all of what was compiled, and was right, runs on the device, if anything does."""
     if breaks := counters["graph_break"]:
-        return Attempt("host", [f"graph break: {_first_line(text)}" for text in breaks])
+        return Attempt("host", [f"graph break: {first_line(text)}" for text in breaks])
     if not plans:
         return Attempt("host", ["nothing was captured"])
     unable = [op for plan in plans for op in plan.host_ops if op.is_inability]
     if unable:
-        details = [f"{op.op}: {_first_line(op.reason)}" for op in unable]
+        details = [f"{op.op}: {first_line(op.reason)}" for op in unable]
         return Attempt("host", details, is_clear=True)
     if not any(plan.regions for plan in plans):
         chosen = dict.fromkeys(f"{op.op}: {op.reason}" for plan in plans for op in plan.host_ops)
@@ -239,8 +240,4 @@ def _widened(sample: Any) -> Any:
 
 def error_line(error: BaseException) -> str:
     """Tell an error in one line."""
-    return f"{type(error).__name__}: {_first_line(str(error))}"[:400]
-
-
-def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first_line(str(error))}"[:400]

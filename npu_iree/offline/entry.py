@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lowering.arithmetic import evaluate
+from lowering.errors import first_line
 from lowering.manifest import Call, Source
 from lowering.signature import TensorSpec
 from npu_iree.array import DeviceArray, KeptArray
@@ -234,8 +235,7 @@ class LoadedEntry:
         try:
             return self._function(*args)
         except (ValueError, RuntimeError, TypeError) as error:  # what IREE says before it starts
-            reason = str(error).splitlines()[0]
-            raise ArtifactError(self.name, f"IREE refuses the call: {reason}") from error
+            raise ArtifactError(self.name, f"IREE refuses the call: {first_line(error)}") from error
 
     def _put(
         self, tensor: torch.Tensor, crossing: Crossing, imported: list[torch.Tensor], in_place: bool

@@ -11,7 +11,7 @@ import torch
 
 from lowering.artifact import Artifact
 from lowering.cpu import missing_features
-from lowering.errors import ArtifactError
+from lowering.errors import ArtifactError, first_line
 from lowering.manifest import Call, Manifest
 from lowering.vmfb import unpack
 from npu_iree.device import Device, open_device
@@ -124,8 +124,7 @@ class LoadedProgram:
             if any(e.signature.parameters for e in entries.values()):
                 executable.load(_memories(device, manifest, parameters, path.name))
         except (ValueError, RuntimeError, KeyError) as error:
-            reason = str(error).splitlines()[0]
-            raise ArtifactError(path, f"IREE cannot load it: {reason}") from error
+            raise ArtifactError(path, f"IREE cannot load it: {first_line(error)}") from error
         try:
             if unknown := [n for n in manifest.states if n not in parameters.tensors]:
                 raise ValueError(f"there is no state {unknown[0][:80]!r}")

@@ -21,6 +21,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from lowering.digest import file_digest
+from lowering.errors import first_line
 from lowering.ranges import LEAST_TRACED
 from npu_iree.errors import OptionError, SourceError
 
@@ -151,7 +152,7 @@ def _why_unreadable(error: BaseException) -> str:
     if match := _UNREGISTERED.search(str(error)):
         module = match["type"].rpartition(".")[0]
         return f"it holds a {match['type']}; import what registers that type: --import {module}"
-    return _first_line(error)
+    return _line_of(error)
 
 
 def _function(place: str) -> Callable[[], Any]:
@@ -233,7 +234,7 @@ def _export(entry: str, example: Example, dynamic: Sequence[str]) -> ExportedPro
     except OptionError:
         raise
     except (Exception, SystemExit) as error:  # whatever model and torch.export say
-        raise SourceError(f"torch.export cannot export {entry!r}: {_first_line(error)}") from error
+        raise SourceError(f"torch.export cannot export {entry!r}: {_line_of(error)}") from error
 
 
 def _dynamic_shapes(example: Example, dynamic: Sequence[str]) -> dict[str, Any] | None:
@@ -284,9 +285,8 @@ def _arguments(example: Example) -> dict[str, Any]:
 def _told(error: BaseException) -> str:
     """Say what the user's code raised, and where."""
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{_first_line(error)} (at {frames[-1].filename}:{frames[-1].lineno})"
+    return f"{_line_of(error)} (at {frames[-1].filename}:{frames[-1].lineno})"
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+def _line_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {first_line(str(error))}"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lowering.dtypes import dtype_name
+from lowering.errors import first_line
 from lowering.kernels import ELEMENT_TYPES
 from npu_iree.device import DRIVER_FLAGS
 from npu_iree.errors import NpuIreeError, TargetError
@@ -111,7 +112,7 @@ def _run(command: list[str], driver: str, limit_s: float) -> str:
     if done.returncode == 0:
         return done.stdout
     said = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-    reason = said.splitlines()[0][:400]
+    reason = first_line(said)[:400]
     if "UNIMPLEMENTED" in said:
         raise TargetError(
             f"IREE cannot record what the driver {driver} does: {reason}. Profiles are of targets "

@@ -454,6 +454,14 @@ def test_bad_inputs_are_told(
         assert (told.code, told.err) == (code, ""), given
         assert reason.replace("NAME", symbol) in told.json()["message"], given
 
+    def say_nothing(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "randn", say_nothing)
+    done = command("run", net, "--input", "x=@rand", "--size", f"{symbol}=3")
+    assert (done.code, done.out) == (9, "")
+    assert "cannot be drawn: MemoryError" in done.err
+
 
 def test_what_is_no_artifact_is_told(command: Command, tmp_path: Path) -> None:
     (tmp_path / "x.vmfb").write_text("nothing")

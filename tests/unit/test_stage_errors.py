@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lowering.errors import FlagError, StageError, said
+from lowering.errors import FlagError, StageError, first_line, said
 
 
 def test_an_error_of_ours_tells_its_type_and_place() -> None:
@@ -18,6 +18,12 @@ def test_an_error_of_ours_tells_its_type_and_place() -> None:
 def test_a_compilers_error_is_in_its_own_words() -> None:
     assert said(RuntimeError("failed to legalize")) == "failed to legalize"
     assert said(RuntimeError()) == "RuntimeError"
+
+
+def test_the_first_line_of_an_error_says_something() -> None:
+    assert first_line(RuntimeError("\n  one  \ntwo")) == "one"
+    assert first_line(MemoryError()) == "MemoryError"
+    assert first_line("") == ""
 
 
 @pytest.mark.parametrize(
