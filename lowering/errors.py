@@ -204,6 +204,12 @@ def first_line(text: str | BaseException) -> str:
     return next(filter(None, lines), "" if isinstance(text, str) else type(text).__name__)
 
 
+def shortened(lines: Sequence[str], most: int, rest: str = "... and {} more") -> list[str]:
+    """Return at most so many lines, and one that tells how many more there are."""
+    more = [rest.format(len(lines) - most)] if len(lines) > most else []
+    return [*lines[:most], *more]
+
+
 def said(error: Exception) -> str:
     """Return what an error of a stage says: the compiler's words, or which error of ours it is."""
     text = str(error)

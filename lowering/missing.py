@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from lowering.bundle import Bundle, Origin
 from lowering.capture import CapturedGraph
 from lowering.digest import text_digest
-from lowering.errors import ArtifactError
+from lowering.errors import ArtifactError, shortened
 from lowering.key import IDENTITY, CacheKey
 
 _SHOWN = 8
@@ -89,9 +89,10 @@ def _graphs(captured: CapturedGraph, then: str, now: str) -> list[str]:
         lines.append(f"it takes {len(new)} inputs, the nearest graph {len(old)}")
     else:
         changed = [i for i in range(len(new)) if old[i] != new[i]]
-        lines += _shortened(f"input {names[i]}: {old[i]} then, {new[i]} now" for i in changed)
+        told = [f"input {names[i]}: {old[i]} then, {new[i]} now" for i in changed]
+        lines += shortened(told, _SHOWN)
     if counts := _counts(_ops(then), _ops(now)):
-        lines += _shortened(counts)
+        lines += shortened(counts, _SHOWN)
     elif not lines:
         pairs = zip(then.splitlines(), now.splitlines(), strict=False)
         lines += [f"line by line: {a} then, {b} now" for a, b in pairs if a != b][:1]
@@ -132,9 +133,3 @@ def _text(bundle: Bundle, digest: str) -> str:
         return bundle.text(digest)
     except ArtifactError:  # it is only asked for words
         return ""
-
-
-def _shortened(lines: Iterable[str]) -> list[str]:
-    lines = list(lines)
-    more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return lines[:_SHOWN] + more

@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from lowering.cpu import required_features
-from lowering.errors import CancelledError, FlagError, StageError, WorkerStartError, said
+from lowering.errors import CancelledError, FlagError, StageError, WorkerStartError, said, shortened
 from lowering.kernels import Kernel, used_kernels
 from lowering.program import Program
 from lowering.rewrites import rewrite
@@ -336,7 +336,6 @@ def _readable(graph_module: fx.GraphModule) -> str:
     return str(graph_module.print_readable(print_output=False))
 
 
-def _first_lines(text: str, limit: int = 12) -> str:
-    lines = [line for line in text.strip().splitlines() if line.strip()]
-    more = [f"... ({len(lines) - limit} more lines)"] if len(lines) > limit else []
-    return "\n".join(line[:400] for line in lines[:limit] + more)
+def _first_lines(text: str) -> str:
+    lines = [line[:400] for line in text.strip().splitlines() if line.strip()]
+    return "\n".join(shortened(lines, 12, "... ({} more lines)"))

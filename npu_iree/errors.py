@@ -16,6 +16,7 @@ from lowering.errors import (
     StageError,
     UnsupportedOpError,
     WorkerStartError,
+    shortened,
 )
 from lowering.kernels import KernelError
 from lowering.signature import Check
@@ -151,8 +152,7 @@ class DonatedTensorError(NpuIreeError, RuntimeError):
 
 
 def _shown(ops: Sequence[str]) -> str:
-    more = [f"... and {len(ops) - 8} more ops"] if len(ops) > 8 else []
-    return "".join(f"\n    {op}" for op in (*ops[:8], *more))
+    return "".join(f"\n    {op}" for op in shortened(ops, 8, "... and {} more ops"))
 
 
 # What a region's checks find (`lowering.signature.Check.kind`) -> the error.

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from lowering.errors import shortened
 from npu_iree.cli.exits import telling_errors
 from npu_iree.cli.inputs import (
     NONE,
@@ -129,10 +130,9 @@ def _computes(row: Row) -> list[str]:
     if not row.ops:
         return ["unknown"] if row.is_dispatch else []
     names = list(dict.fromkeys(_bare(op) for op, _ in row.ops))
-    more = [f"{len(names) - _OPS} more"] if len(names) > _OPS else []
     lines = list(dict.fromkeys(_short(line) for _, line in row.ops if line))
-    unshown = [f"{len(lines) - _LINES} more lines"] if len(lines) > _LINES else []
-    return [", ".join([*names[:_OPS], *more]), *lines[:_LINES], *unshown]
+    ops = ", ".join(shortened(names, _OPS, "{} more"))
+    return [ops, *shortened(lines, _LINES, "{} more lines")]
 
 
 def _bare(op: str) -> str:

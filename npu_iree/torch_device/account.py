@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lowering.errors import shortened
 from npu_iree.array import DeviceArray
 
 
@@ -91,8 +92,6 @@ def table(rows: int = 10) -> str:
         count[name] += 1
     lines = [
         f"{nbytes:>14} bytes in {count[name]:>5} handles made by {name}"
-        for name, nbytes in held.most_common(rows)
+        for name, nbytes in held.most_common()
     ]
-    if rest := len(held) - rows:
-        lines += [f"... and by {rest} others"] if rest > 0 else []
-    return "\n".join(lines)
+    return "\n".join(shortened(lines, rows, "... and by {} others"))

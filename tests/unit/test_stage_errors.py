@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lowering.errors import FlagError, StageError, first_line, said
+from lowering.errors import FlagError, StageError, first_line, said, shortened
 
 
 def test_an_error_of_ours_tells_its_type_and_place() -> None:
@@ -24,6 +24,11 @@ def test_the_first_line_of_an_error_says_something() -> None:
     assert first_line(RuntimeError("\n  one  \ntwo")) == "one"
     assert first_line(MemoryError()) == "MemoryError"
     assert first_line("") == ""
+
+
+def test_of_many_lines_it_is_told_how_many_more_there_are() -> None:
+    assert shortened(["a", "b"], 2) == ["a", "b"]
+    assert shortened(["a", "b", "c"], 1, "{} more") == ["a", "2 more"]
 
 
 @pytest.mark.parametrize(
