@@ -250,7 +250,7 @@ def _check_embedded(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> 
         if names:
             raise ExportError(
                 f"{', '.join(sorted(names))} cannot be embedded: {reason}. Keep the parameters in "
-                "a file beside the artifact (--params split)"
+                'a file beside the artifact (params="irpa"; on the command line, --params split)'
             )
 
 
