@@ -47,6 +47,7 @@ from lowering.decompositions.halves import with_halves
 from lowering.decompositions.layouts import with_layouts
 from lowering.decompositions.narrow import with_narrow
 from lowering.decompositions.scalars import with_scalars
+from lowering.decompositions.tables import Table
 from lowering.unfit import with_refused
 
 aten = torch.ops.aten
@@ -145,7 +146,7 @@ _MODULES: Sequence[ModuleType] = (
 
 
 @cache
-def _default_table() -> dict[OpOverload, Callable[..., Any]]:
+def _default_table() -> Table:
     ours = {op: fn for module in _MODULES for op, fn in module.DECOMPOSITIONS.items()}
     pytorchs = {**core_aten_decompositions(), **get_decompositions(EXTRA_OPS)}
     taken = {op: fn for op, fn in pytorchs.items() if not matches(str(op), KEPT_OPS)}
@@ -159,7 +160,7 @@ def _default_table() -> dict[OpOverload, Callable[..., Any]]:
 
 def decomposition_table(
     keep_ops: Iterable[str] = (), user: DecompositionTable | None = None, rng: str = "default"
-) -> dict[OpOverload, Callable[..., Any]]:
+) -> Table:
     """Build the table that AOTAutograd decomposes with.
 
     Args:

@@ -11,17 +11,16 @@ Source: `binary_kernel_reduced_floating_vec_opmath_support` in PyTorch's BinaryO
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from lowering.decompositions.promotion import promoted
+from lowering.decompositions.tables import Decomposition, Table, left_whole
 
 aten = torch.ops.aten
 HALVES = (torch.float16, torch.bfloat16)
-Decomposition = Callable[..., Any]
 
 IN_FLOATS: tuple[torch._ops.OpOverload, ...] = (
     aten._adaptive_avg_pool2d.default,
@@ -94,18 +93,16 @@ _BY_FLOATS = frozenset({aten.div.Tensor_mode, aten.floor_divide.default, *WITH_N
 _TO_HALVES = frozenset({aten.pow.Scalar, aten.pow.Tensor_Scalar})  # numbers of Python, too
 
 
-def with_halves(
-    table: dict[torch._ops.OpOverload, Decomposition],
-) -> dict[torch._ops.OpOverload, Decomposition]:
+def with_halves(table: Table) -> Table:
     """Return decompositions of the ops above, each before what a table has for it.
 
     Before: %1 = aten.sum(%0, [1])                                    with %0 of bf16
     After:  %1 = convert(%0, f32); %2 = aten.sum(%1, [1]); %3 = convert(%2, bf16)
     """
     return {
-        **{op: _widening(op, table.get(op)) for op in IN_FLOATS},
-        **{op: _widening(op, table.get(op), with_number=True) for op in WITH_NUMBERS},
-        aten.div.Tensor_mode: _dividing(table.get(aten.div.Tensor_mode)),
+        **{op: _widening(op, table.get(op, left_whole)) for op in IN_FLOATS},
+        **{op: _widening(op, table.get(op, left_whole), with_number=True) for op in WITH_NUMBERS},
+        aten.div.Tensor_mode: _dividing(table.get(aten.div.Tensor_mode, left_whole)),
         **{op: _normalizing(op, table[op]) for op in NORMS},
     }
 
@@ -121,14 +118,12 @@ def _normalizing(op: Any, otherwise: Decomposition) -> Decomposition:
     return decomposed
 
 
-def _widening(
-    op: Any, otherwise: Decomposition | None, *, with_number: bool = False
-) -> Decomposition:
+def _widening(op: Any, otherwise: Decomposition, *, with_number: bool = False) -> Decomposition:
     def decomposed(*args: Any, **kwargs: Any) -> Any:
         dtype = kwargs.get("dtype")
         half = _half(pytree.tree_leaves((args, kwargs)), dtype)
         if half is None or (with_number and not any(_is_finer(arg, half) for arg in args[1:])):
-            return otherwise(*args, **kwargs) if otherwise else NotImplemented
+            return otherwise(*args, **kwargs)
         if dtype in HALVES:
             kwargs = {**kwargs, "dtype": None}
         results = op(*_in_floats(op, half, args), **kwargs)
@@ -137,7 +132,7 @@ def _widening(
     return decomposed
 
 
-def _dividing(otherwise: Decomposition | None) -> Decomposition:
+def _dividing(otherwise: Decomposition) -> Decomposition:
     """Return a decomposition of quotients that are truncated: eager rounds those of tensors before.
 
     Before: %1 = aten.div.Tensor_mode(%0, %y, "trunc")                with %0 and %y of bf16

@@ -13,10 +13,10 @@ from torch._prims_common import (
 )
 from torch.utils import _pytree as pytree
 
+from lowering.decompositions.tables import Decomposition
 from lowering.signature import inverse
 
 aten = torch.ops.aten
-Decomposition = Callable[..., Any]
 # Takes a result and the arguments; returns the result as eager lays it out.
 Layout = Callable[[torch.Tensor, Sequence[Any]], torch.Tensor]
 

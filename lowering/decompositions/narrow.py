@@ -8,19 +8,18 @@ A number beside bytes is one, too: eager compares with the lowest eight bits of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
 
 from lowering.decompositions.promotion import common_dtype
+from lowering.decompositions.tables import Decomposition, Table, left_whole
 
 aten = torch.ops.aten
 _WIDE = torch.int32
 _BITS = 8
-Decomposition = Callable[..., Any]
-Table: TypeAlias = dict[torch._ops.OpOverload, Decomposition]
 Dtypes: TypeAlias = tuple[torch.dtype, ...]
 
 _UNSIGNED: Dtypes = (torch.uint8,)
@@ -100,16 +99,19 @@ def with_narrow(table: Table) -> Table:
     After:  %1 = convert(%0, i32); %2 = aten.add.Tensor(%1, 44); %3 = convert(%2, u8)
     """
     return {
-        **{op: _on_bytes(_elementwise(op), _BOTH, table.get(op)) for op in ELEMENTWISE},
-        **{op: _on_bytes(_of_one_dtype(op), d, table.get(op)) for op, d in OF_ONE_DTYPE.items()},
-        **{op: _on_bytes(_of_truths(op), _UNSIGNED, table.get(op)) for op in TRUTHS},
+        **{op: _on_bytes(_elementwise(op), _BOTH, table.get(op, left_whole)) for op in ELEMENTWISE},
+        **{
+            op: _on_bytes(_of_one_dtype(op), d, table.get(op, left_whole))
+            for op, d in OF_ONE_DTYPE.items()
+        },
+        **{op: _on_bytes(_of_truths(op), _UNSIGNED, table.get(op, left_whole)) for op in TRUTHS},
         aten._int_mm.default: int_mm,
         aten.cat.default: _cat,
-        aten.constant_pad_nd.default: _padded(table.get(aten.constant_pad_nd.default)),
+        aten.constant_pad_nd.default: _padded(table.get(aten.constant_pad_nd.default, left_whole)),
         aten.full_like.default: _full_like,
         aten.mm.default: mm,
         aten.scalar_tensor.default: _scalar_tensor,
-        aten.scatter_reduce.two: _scattered(table.get(aten.scatter_reduce.two)),
+        aten.scatter_reduce.two: _scattered(table.get(aten.scatter_reduce.two, left_whole)),
         aten.view.dtype: view_dtype,
         aten.where.self: _where,
     }
@@ -139,14 +141,14 @@ def view_dtype(x: torch.Tensor, dtype: torch.dtype) -> Any:
 
 
 def _on_bytes(
-    decomposition: Decomposition, dtypes: Dtypes, otherwise: Decomposition | None
+    decomposition: Decomposition, dtypes: Dtypes, otherwise: Decomposition
 ) -> Decomposition:
     """Return a decomposition of what has operands of some dtypes, and another of all else."""
 
     def decomposed(*args: Any, **kwargs: Any) -> Any:
         if _has(args, dtypes):
             return decomposition(*args, **kwargs)
-        return otherwise(*args, **kwargs) if otherwise else NotImplemented
+        return otherwise(*args, **kwargs)
 
     return decomposed
 
@@ -178,7 +180,7 @@ def _of_truths(op: Any) -> Decomposition:
     return decomposed
 
 
-def _scattered(otherwise: Decomposition | None) -> Decomposition:
+def _scattered(otherwise: Decomposition) -> Decomposition:
     """Return a decomposition of the largest and the smallest of bytes; sums are cut on the way."""
     op = aten.scatter_reduce.two
 
@@ -186,19 +188,19 @@ def _scattered(otherwise: Decomposition | None) -> Decomposition:
         if x.dtype is torch.uint8 and args[-1] in ("amax", "amin"):
             operands = pytree.tree_map_only(torch.Tensor, _widened, args)
             return op(_widened(x), dim, *operands, **kwargs).to(x.dtype)
-        return otherwise(x, dim, *args, **kwargs) if otherwise else NotImplemented
+        return otherwise(x, dim, *args, **kwargs)
 
     return decomposed
 
 
-def _padded(otherwise: Decomposition | None) -> Decomposition:
+def _padded(otherwise: Decomposition) -> Decomposition:
     """Return a decomposition of bytes padded by a number that torch-mlir may take for no byte."""
     op = aten.constant_pad_nd.default
 
     def decomposed(x: torch.Tensor, amounts: list[int], value: Any = 0) -> Any:
         if x.dtype is torch.uint8 and value:
             return op(_widened(x), amounts, value).to(x.dtype)
-        return otherwise(x, amounts, value) if otherwise else NotImplemented
+        return otherwise(x, amounts, value)
 
     return decomposed
 

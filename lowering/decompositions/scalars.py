@@ -5,14 +5,14 @@ torch-mlir and IREE do not, so the tensor is given that dimension, and the resul
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from lowering.decompositions.tables import Decomposition, Table, left_whole
+
 aten = torch.ops.aten
-Decomposition = Callable[..., Any]
 
 # op -> the place of the argument that has as many dimensions as the result.
 ALONG_A_DIMENSION: dict[torch._ops.OpOverload, int] = {
@@ -38,21 +38,22 @@ ALONG_A_DIMENSION: dict[torch._ops.OpOverload, int] = {
 }
 
 
-def with_scalars(
-    table: dict[torch._ops.OpOverload, Decomposition],
-) -> dict[torch._ops.OpOverload, Decomposition]:
+def with_scalars(table: Table) -> Table:
     """Return decompositions of the ops above, each before what a table has for it.
 
     Before: %1 = aten.cumsum(%0, 0)                              with %0 of []
     After:  %1 = view(%0, [1]); %2 = aten.cumsum(%1, 0); %3 = view(%2, [])
     """
-    return {op: _lifting(op, place, table.get(op)) for op, place in ALONG_A_DIMENSION.items()}
+    return {
+        op: _lifting(op, place, table.get(op, left_whole))
+        for op, place in ALONG_A_DIMENSION.items()
+    }
 
 
-def _lifting(op: Any, place: int, otherwise: Decomposition | None) -> Decomposition:
+def _lifting(op: Any, place: int, otherwise: Decomposition) -> Decomposition:
     def decomposed(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if x.dim():
-            return otherwise(x, *args, **kwargs) if otherwise else NotImplemented
+            return otherwise(x, *args, **kwargs)
         lifted = pytree.tree_map_only(torch.Tensor, _lifted, (x, *args))
         results = op(*lifted, **kwargs)
         if (x, *args)[place].dim():
