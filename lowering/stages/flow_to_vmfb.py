@@ -17,7 +17,7 @@ from lowering.stages.code.read_ahead import read_ahead
 from lowering.stages.code.read_rows_ahead import read_rows_ahead
 from lowering.stages.code.write_erf import write_erf
 from lowering.stages.flow.bind_functions import add_bind_functions
-from lowering.stages.ir.dispatch_work import walk
+from lowering.stages.ir.symbols import walk
 from lowering.stages.iree_session import DATA_TILING, IreeSession
 
 

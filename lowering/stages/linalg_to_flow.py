@@ -20,8 +20,8 @@ from lowering.stages.flow.skip_padding import skip_padding
 from lowering.stages.flow.sum_products import hide_products, sum_products
 from lowering.stages.flow.tell_sizes_apart import tell_sizes_apart
 from lowering.stages.ir.barrier import drop_barriers
-from lowering.stages.ir.dispatch_work import made_by, walk
-from lowering.stages.ir.symbols import inside, symbol_of
+from lowering.stages.ir.device_programs import made_by
+from lowering.stages.ir.symbols import inside, symbol_of, walk
 from lowering.stages.iree_session import CHANNELS_LAST, DATA_TILING, IreeSession
 from lowering.stages.linalg.index_inside import index_inside
 from lowering.stages.linalg.keep_arguments import keep_arguments

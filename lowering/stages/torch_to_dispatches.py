@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lowering.stages import CompileOptions, Stage
-from lowering.stages.ir.dispatch_work import bytes_moved, flops, walk
-from lowering.stages.ir.symbols import symbol_of
+from lowering.stages.ir.dispatch_work import bytes_moved, flops
+from lowering.stages.ir.symbols import symbol_of, walk
 from lowering.stages.iree_session import IreeSession
 from lowering.stages.linalg_to_flow import dispatches_of
 from lowering.stages.torch_to_linalg import lowered_to_linalg

@@ -11,8 +11,8 @@ from typing import Any
 from lowering.cpu import best_for
 from lowering.stages.code.multiply_tiles import LEAST_HEIGHT, has_tiles, suits_tiles
 from lowering.stages.code.tile_functions import COLUMNS, DEPTH, ROWS
-from lowering.stages.ir.dispatch_work import sizes_of
 from lowering.stages.ir.symbols import CONFIG, device_functions
+from lowering.stages.ir.types import sizes_of
 from lowering.stages.ir.work_items import unevenness
 
 # What is read and written: of an image [N, H, W, C], a weight [KH, KW, C, F], and a result.

@@ -9,8 +9,7 @@ from typing import Any
 
 from lowering.abi import MADE, REBINDING, SWAP, Made, Rebinding
 from lowering.stages.flow.bind_functions import PROBE, Bound
-from lowering.stages.ir.dispatch_work import walk
-from lowering.stages.ir.symbols import constant_of, global_of, inside, maker_of, symbol_of
+from lowering.stages.ir.symbols import constant_of, global_of, inside, maker_of, symbol_of, walk
 from lowering.stages.ir.templates import put_functions
 
 _CONSTANT = "!stream.resource<constant>"

@@ -6,9 +6,9 @@ import math
 import re
 from typing import Any
 
-from lowering.stages.ir.dispatch_work import sizes_of
 from lowering.stages.ir.structured import loops_of, maps_of
 from lowering.stages.ir.symbols import CONFIG, device_functions, inside, maker_of
+from lowering.stages.ir.types import sizes_of
 
 _PACK = "iree_linalg_ext.map_store"
 _DISTRIBUTION = re.compile(r"(?<=\bdistribution = \[)[\d, ]+(?=\])")

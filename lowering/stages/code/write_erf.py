@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from lowering.stages.ir.dispatch_work import walk
+from lowering.stages.ir.symbols import walk
 from lowering.stages.ir.templates import replace_by
 
 _LARGEST = 3.92  # from here on it is 1.0, in float32

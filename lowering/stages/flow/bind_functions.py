@@ -10,8 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from lowering.abi import PARAMETER_SCOPE, bind_function
-from lowering.stages.ir.dispatch_work import walk
-from lowering.stages.ir.symbols import global_of, inside, symbol_of
+from lowering.stages.ir.symbols import global_of, inside, symbol_of, walk
 
 _PARAMETER = re.compile(rf'#flow\.parameter\.named<"{PARAMETER_SCOPE}"::"(?P<name>[^"]+)">')
 PROBE = "probe$made"  # a function

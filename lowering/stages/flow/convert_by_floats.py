@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowering.stages.ir.dispatch_work import walk
+from lowering.stages.ir.symbols import walk
 from lowering.stages.ir.templates import replace_by
 
 _CONVERSIONS = ("arith.sitofp", "arith.uitofp")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowering.stages.ir.dispatch_work import walk
-from lowering.stages.ir.symbols import maker_of
+from lowering.stages.ir.symbols import maker_of, walk
 from lowering.stages.ir.templates import replace_by
 
 _NARROW = "bf16"

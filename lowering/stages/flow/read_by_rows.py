@@ -9,7 +9,6 @@ from typing import Any
 
 from lowering.cpu import best_for
 from lowering.stages.ir.barrier import put_barriers
-from lowering.stages.ir.dispatch_work import walk
 from lowering.stages.ir.factors import (
     TO_FLOAT,
     as_float,
@@ -20,8 +19,9 @@ from lowering.stages.ir.factors import (
     transposed,
 )
 from lowering.stages.ir.structured import RESHAPES, is_elementwise, loops_of, maps_of
-from lowering.stages.ir.symbols import maker_of
-from lowering.stages.ir.templates import replace_by, tensor
+from lowering.stages.ir.symbols import maker_of, walk
+from lowering.stages.ir.templates import replace_by
+from lowering.stages.ir.types import tensor
 
 _LOOPS = {  # of the matrix, the other factor, and the result
     "linalg.matvec": ("nk", "k", "n"),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowering.stages.ir.dispatch_work import walk
-from lowering.stages.ir.symbols import global_of, inside, symbol_of
+from lowering.stages.ir.symbols import global_of, inside, symbol_of, walk
 
 _LOAD, _STORE = "util.global.load", "util.global.store"
 _VIEWS = frozenset({_LOAD, "arith.constant", "flow.tensor.reshape", "flow.tensor.slice"})

@@ -9,13 +9,15 @@ from typing import Any
 from lowering.stages.ir.device_programs import (
     DISPATCH,
     EXECUTABLE,
+    STORE,
     argument_of,
     functions_of,
+    made_by,
     results_of,
     set_type,
 )
-from lowering.stages.ir.dispatch_work import STORE, made_by, sizes_of, walk
-from lowering.stages.ir.symbols import inside, maker_of, symbol_of
+from lowering.stages.ir.symbols import inside, maker_of, symbol_of, walk
+from lowering.stages.ir.types import sizes_of
 
 _PACKS = "iree_encoding.set_encoding"
 _SPLITS = "tensor.expand_shape"

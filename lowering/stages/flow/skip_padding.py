@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lowering.stages.flow.tiled_followers import Tile, can_be_tiled, dtype_of, write_tiled
+from lowering.stages.flow.tiled_followers import Tile, can_be_tiled, write_tiled
 from lowering.stages.ir.device_programs import (
     DISPATCH,
     EXECUTABLE,
     EXPORT,
+    LOAD,
+    STORE,
     argument_type,
     dispatches_of,
     entries_of,
@@ -26,10 +28,10 @@ from lowering.stages.ir.device_programs import (
     set_workgroups,
     tell_flops,
 )
-from lowering.stages.ir.dispatch_work import LOAD, STORE
 from lowering.stages.ir.structured import inputs_of
 from lowering.stages.ir.symbols import inside, maker_of, symbol_of
-from lowering.stages.ir.templates import clones, floats, put
+from lowering.stages.ir.templates import clones, put
+from lowering.stages.ir.types import dtype_of, floats
 from lowering.stages.linalg.mark_convolutions import Mark
 
 # What followers do not compute: they load and make it anew.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowering.stages.ir.dispatch_work import walk
 from lowering.stages.ir.structured import RESHAPES, inputs_of, is_elementwise, loops_of, maps_of
-from lowering.stages.ir.symbols import maker_of, origin_of
+from lowering.stages.ir.symbols import maker_of, origin_of, walk
 from lowering.stages.ir.templates import put
 
 # `math.fma` with -0.0 is the product, which IREE takes for none.

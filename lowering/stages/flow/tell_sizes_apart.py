@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lowering.stages.ir.barrier import behind_barrier
-from lowering.stages.ir.dispatch_work import sizes_of, walk
+from lowering.stages.ir.symbols import walk
+from lowering.stages.ir.types import sizes_of
 
 
 def tell_sizes_apart(module: Any) -> None:

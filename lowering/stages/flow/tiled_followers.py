@@ -6,11 +6,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowering.stages.ir.device_programs import is_at, is_loaded
-from lowering.stages.ir.dispatch_work import STORE
+from lowering.stages.ir.device_programs import STORE, is_at, is_loaded
 from lowering.stages.ir.structured import inputs_of, is_elementwise, loops_of, maps_of
 from lowering.stages.ir.symbols import maker_of
-from lowering.stages.ir.templates import put, tensor
+from lowering.stages.ir.templates import put
+from lowering.stages.ir.types import dtype_of, tensor
 
 _LOAD_TILE = """
 func.func @load(%from: {whole}{arguments}) -> {tile} {{
@@ -181,8 +181,3 @@ def _reads_more(op: Any) -> bool:
     read = [value for inner in body for value in inner.operands if value not in known]
     has_index = any(inner.name == "linalg.index" for inner in body)
     return has_index or any(maker_of(value) != "arith.constant" for value in read)
-
-
-def dtype_of(value: Any) -> str:
-    """Return the dtype of a tensor, by its name in MLIR."""
-    return str(value.type.element_type)

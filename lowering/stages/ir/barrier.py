@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lowering.stages.ir.dispatch_work import sizes_of, walk
+from lowering.stages.ir.symbols import walk
 from lowering.stages.ir.tensors import size_of
+from lowering.stages.ir.types import sizes_of
 
 _STAYS = "npu_iree.stays"
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lowering.stages.ir.dispatch_work import FLOPS, LOAD, STORE, sizes_of, walk
-from lowering.stages.ir.symbols import inside, maker_of, symbol_of
+from lowering.stages.ir.symbols import inside, maker_of, symbol_of, walk
 from lowering.stages.ir.templates import put
+from lowering.stages.ir.types import sizes_of
 
 # A tensor, or the type of one, and the values of its sizes that are not known.
 Sized = tuple[Any, Sequence[Any]]
 DISPATCH, EXECUTABLE, EXPORT = "flow.dispatch", "flow.executable", "flow.executable.export"
+LOAD, STORE = "iree_tensor_ext.dispatch.tensor.load", "iree_tensor_ext.dispatch.tensor.store"
+FLOPS = "npu_iree.flops"  # of a function: those of loops whose steps depend on their place
 _TIED = "flow.dispatch.tie_shape"
 # A program that does nothing yet.
 _PROGRAM = """
@@ -150,6 +152,14 @@ def results_of(dispatch: Any) -> list[Sized]:
     """Return the results of a dispatch."""
     *_, sizes = segments_of(dispatch)
     return _with_sizes(list(dispatch.results), sizes)
+
+
+def made_by(dispatch: Any) -> list[Any]:
+    """Return the results of a dispatch that are not written into what it takes."""
+    is_tied = "tied_operands" in dispatch.attributes
+    tied = dispatch.attributes["tied_operands"] if is_tied else [-1] * len(dispatch.results)
+    pairs = zip(dispatch.results, tied, strict=True)
+    return [result for result, place in pairs if getattr(place, "value", place) < 0]
 
 
 def _with_sizes(values: Sequence[Any], sizes: Sequence[Any]) -> list[Sized]:

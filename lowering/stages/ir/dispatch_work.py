@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from lowering.stages.ir.device_programs import FLOPS, LOAD, STORE
 from lowering.stages.ir.structured import inputs_of, is_elementwise, loops_of, maps_of
+from lowering.stages.ir.types import sizes_of
 
 _LOOP = "scf.for"
 _ITEM = "hal.interface.workgroup.id"
-FLOPS = "npu_iree.flops"  # of a function: those of loops whose steps depend on their place
-LOAD, STORE = "iree_tensor_ext.dispatch.tensor.load", "iree_tensor_ext.dispatch.tensor.store"
 _TENSOR = re.compile(r"\btensor<([\dx]+)x\w+>")  # of known sizes
 _WHOLE = re.compile(r"\btensor<((?:[\d?]+x)*)(\w+)>")
 # What is no arithmetic in the body of a loop: comparisons, choices, casts, indexing.
@@ -23,16 +23,6 @@ _SOFTMAX = 5  # an element: maximum, difference, exponential, sum, quotient
 _ATTENTION = ("iree_linalg_ext.attention", "iree_linalg_ext.online_attention")
 _INDEXED = ("tensor.extract", "iree_linalg_ext.gather", "iree_linalg_ext.scatter")
 _MOVES = ("iree_linalg_ext.gather", "iree_linalg_ext.scatter", "iree_linalg_ext.yield")
-
-
-def walk(op: Any) -> Iterator[Any]:
-    """Return an operation and all in it."""
-    operation = op.operation
-    yield operation
-    for region in operation.regions:
-        for block in region.blocks:
-            for inner in block.operations:
-                yield from walk(inner)
 
 
 def bytes_moved(ops: Sequence[Any]) -> int | None:
@@ -133,23 +123,6 @@ def _is_arithmetic(name: str) -> bool:
 def _times(count: int, sizes: Sequence[int | None]) -> int | None:
     known = [size for size in sizes if size is not None]
     return count * math.prod(known) if len(known) == len(sizes) else None
-
-
-def made_by(dispatch: Any) -> list[Any]:
-    """Return the results of a dispatch that are not written into what it takes."""
-    is_tied = "tied_operands" in dispatch.attributes
-    tied = dispatch.attributes["tied_operands"] if is_tied else [-1] * len(dispatch.results)
-    pairs = zip(dispatch.results, tied, strict=True)
-    return [result for result, place in pairs if getattr(place, "value", place) < 0]
-
-
-def sizes_of(kind: Any) -> tuple[int | None, ...]:
-    """Return the sizes of a type, None where dynamic; those of no tensor are none."""
-    from iree.compiler import ir
-
-    if not isinstance(kind, ir.RankedTensorType):
-        return ()
-    return tuple(None if kind.is_dynamic_dim(d) else kind.shape[d] for d in range(kind.rank))
 
 
 def _bytes_of_whole(value: Any) -> int | None:

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowering.stages.ir.device_programs import segments_of
-from lowering.stages.ir.dispatch_work import LOAD, sizes_of
+from lowering.stages.ir.device_programs import LOAD, segments_of
 from lowering.stages.ir.structured import inputs_of
 from lowering.stages.ir.symbols import constant_of, maker_of
 from lowering.stages.ir.templates import put
+from lowering.stages.ir.types import sizes_of
 
 ORDINAL = "iree_tensor_ext.dispatch.workload.ordinal"
 _PRODUCT = "arith.muli"

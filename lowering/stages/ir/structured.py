@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowering.stages.ir.symbols import constant_of, maker_of
+from lowering.stages.ir.types import is_tensor
 
 # Ops whose result is the numbers of their first operand, in the same order.
 RESHAPES = frozenset({"tensor.cast", "tensor.collapse_shape", "tensor.expand_shape"})
@@ -43,13 +44,6 @@ def loop_of_index(value: Any) -> int | None:
     """Return the loop in whose body a value is the index; None: it is none."""
     is_index = maker_of(value) == "linalg.index"
     return dim_of(value.owner) if is_index else None
-
-
-def is_tensor(value: Any) -> bool:
-    """Say whether a value is a tensor of one dimension or more."""
-    from iree.compiler import ir
-
-    return isinstance(value.type, ir.RankedTensorType) and ir.RankedTensorType(value.type).rank > 0
 
 
 def is_of_nothing(op: Any) -> bool:

@@ -1,8 +1,8 @@
-"""What ops are called, which ops of a kind there are in a block, and what makes a value."""
+"""What ops are called, which ops there are in others, and what makes a value."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 CONFIG = "lowering_config"  # of an op: the sizes of its loops
@@ -17,6 +17,16 @@ def symbol_of(op: Any) -> str:
 def global_of(op: Any) -> str:
     """Return the name of the global that an op loads or stores."""
     return str(op.attributes["global"].value)
+
+
+def walk(op: Any) -> Iterator[Any]:
+    """Return an operation and all in it."""
+    operation = op.operation
+    yield operation
+    for region in operation.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                yield from walk(inner)
 
 
 def inside(op: Any, kind: str) -> list[Any]:

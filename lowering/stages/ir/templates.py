@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from lowering.stages.ir.dispatch_work import walk
-from lowering.stages.ir.symbols import symbol_of
+from lowering.stages.ir.symbols import symbol_of, walk
 
 
 def replace_by(op: Any, text: str, arguments: Sequence[Any]) -> Any:
@@ -95,14 +94,3 @@ def put_functions(module: Any, text: str, there: Collection[str] = ()) -> None:
         for op in source.body.operations:
             if symbol_of(op) not in there:
                 op.operation.clone()
-
-
-def floats(*shape: int) -> str:
-    """Write the type of a tensor of float32."""
-    return tensor(shape, "f32")
-
-
-def tensor(shape: Iterable[int | None], dtype: str) -> str:
-    """Write the type of a tensor, of a dtype by its name in MLIR; None: a size is not known."""
-    sizes = ("?" if size is None else size for size in shape)
-    return f"tensor<{''.join(f'{size}x' for size in sizes)}{dtype}>"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from lowering.stages.ir.dispatch_work import sizes_of
-from lowering.stages.ir.templates import put, tensor
+from lowering.stages.ir.templates import put
+from lowering.stages.ir.types import sizes_of, tensor
 
 _REORDERED = """
 func.func @reordered(%x: {x}{sizes}) -> {y} {{

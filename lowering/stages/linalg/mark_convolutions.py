@@ -14,7 +14,8 @@ from lowering.stages.ir.barrier import behind_barrier
 from lowering.stages.ir.factors import is_weight, shapes_of
 from lowering.stages.ir.structured import is_zeros
 from lowering.stages.ir.symbols import constant_of, inside, maker_of
-from lowering.stages.ir.templates import floats, put
+from lowering.stages.ir.templates import put
+from lowering.stages.ir.types import floats
 
 # Beside an op that was marked, by `Mark`.
 MARK = "npu_iree.convolution"

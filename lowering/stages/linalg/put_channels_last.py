@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from lowering.stages.ir.barrier import behind_barrier
-from lowering.stages.ir.dispatch_work import sizes_of
 from lowering.stages.ir.factors import is_weight
 from lowering.stages.ir.symbols import maker_of
-from lowering.stages.ir.templates import put, tensor
+from lowering.stages.ir.templates import put
 from lowering.stages.ir.tensors import reordered
+from lowering.stages.ir.types import sizes_of, tensor
 
 _CONVOLUTION = """
 func.func @convolution(%x: {x}, %w: {w}, %y: {y}) -> {y} {{

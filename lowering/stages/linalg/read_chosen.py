@@ -10,7 +10,8 @@ from lowering.cpu import best_for
 from lowering.stages.ir.factors import is_plain, is_weight, shapes_of, transposed
 from lowering.stages.ir.structured import inputs_of, is_zeros, loop_of_index, maps_of
 from lowering.stages.ir.symbols import maker_of
-from lowering.stages.ir.templates import clones, floats, put, replace_by
+from lowering.stages.ir.templates import clones, put, replace_by
+from lowering.stages.ir.types import floats
 
 # Rows (at most) and columns of a result that registers hold, by what the CPU can do; half of them,
 # since the others have to hide how long memory takes.

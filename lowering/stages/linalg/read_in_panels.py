@@ -11,7 +11,6 @@ from lowering.cpu import best_for
 from lowering.stages.code.multiply_tiles import has_tiles, suits_tiles
 from lowering.stages.code.tile_functions import COLUMNS, ROWS
 from lowering.stages.ir.barrier import put_barriers
-from lowering.stages.ir.dispatch_work import sizes_of
 from lowering.stages.ir.factors import (
     VIEWS,
     as_float,
@@ -23,7 +22,8 @@ from lowering.stages.ir.factors import (
 )
 from lowering.stages.ir.structured import broadcast_inputs, is_elementwise, is_zeros
 from lowering.stages.ir.symbols import maker_of, origin_of
-from lowering.stages.ir.templates import floats, replace_by, tensor
+from lowering.stages.ir.templates import replace_by
+from lowering.stages.ir.types import floats, sizes_of, tensor
 from lowering.stages.ir.work_items import ANY_ROWS, work_item
 from lowering.stages.linalg.mark_convolutions import MARK
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from lowering.stages.ir.dispatch_work import sizes_of
 from lowering.stages.ir.structured import dim_of, is_of_nothing
 from lowering.stages.ir.symbols import maker_of, origin_of
 from lowering.stages.ir.tensors import index_of, size_of
+from lowering.stages.ir.types import sizes_of
 
 
 def separate_concats(function: Any) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowering.stages.ir.barrier import put_barriers
-from lowering.stages.ir.dispatch_work import sizes_of
 from lowering.stages.ir.structured import (
     RESHAPES,
     inputs_of,
@@ -15,6 +14,7 @@ from lowering.stages.ir.structured import (
     products_of,
 )
 from lowering.stages.ir.symbols import maker_of, origin_of
+from lowering.stages.ir.types import sizes_of
 
 
 def separate_merges(function: Any) -> None:

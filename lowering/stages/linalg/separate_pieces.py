@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lowering.stages.ir.barrier import behind_barrier
-from lowering.stages.ir.dispatch_work import sizes_of
 from lowering.stages.ir.structured import dim_of
+from lowering.stages.ir.types import sizes_of
 
 
 def separate_pieces(function: Any) -> None:

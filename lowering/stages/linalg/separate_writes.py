@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from lowering.stages.ir.barrier import behind_barrier
-from lowering.stages.ir.structured import VIEWS, inputs_of, is_elementwise, is_of_nothing, is_tensor
+from lowering.stages.ir.structured import VIEWS, inputs_of, is_elementwise, is_of_nothing
 from lowering.stages.ir.symbols import maker_of
 from lowering.stages.ir.templates import put
 from lowering.stages.ir.tensors import computed
+from lowering.stages.ir.types import is_tensor
 from lowering.stages.linalg.keep_arguments import only_reads
 
 # Each number goes through bits that the compiler does not know to be zeros: a copy that stays.

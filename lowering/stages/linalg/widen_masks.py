@@ -7,9 +7,10 @@ from collections import Counter
 from typing import Any
 
 from lowering.stages.ir.barrier import behind_barrier
-from lowering.stages.ir.structured import PRODUCTS, RESHAPES, inputs_of, is_elementwise, is_tensor
+from lowering.stages.ir.structured import PRODUCTS, RESHAPES, inputs_of, is_elementwise
 from lowering.stages.ir.symbols import maker_of
 from lowering.stages.ir.tensors import computed
+from lowering.stages.ir.types import is_tensor
 
 _TO_BYTE = "%y = arith.extui %x : i1 to i8"
 _FROM_BYTE = "%none = arith.constant 0 : i8\n%y = arith.cmpi ne, %x, %none : i8"

@@ -18,13 +18,13 @@ from lowering.stages.ir.device_programs import (
     Sized,
     entry_of,
     functions_of,
+    made_by,
     put_dispatch,
     results_of,
     taken_by,
 )
-from lowering.stages.ir.dispatch_work import made_by, walk
 from lowering.stages.ir.sizes import product
-from lowering.stages.ir.symbols import inside, origin_of, symbol_of
+from lowering.stages.ir.symbols import inside, origin_of, symbol_of, walk
 
 _LANES = {frozenset({"avx512f"}): 16, frozenset[str](): 8}  # numbers of a vector
 # Rows that keep all threads busy; of fewer, what computes number by number is joined if it is few.

@@ -18,7 +18,7 @@ from lowering.stages.flow.rows.graph import (
 from lowering.stages.flow.rows.signature import arguments_of
 from lowering.stages.flow.rows.tensors import Part, Tensors
 from lowering.stages.flow.rows.text import Text
-from lowering.stages.ir.templates import floats, tensor
+from lowering.stages.ir.types import floats, tensor
 from lowering.stages.ir.work_items import ANY_ROWS, work_item
 
 _MOST_ROWS = 2 * ANY_ROWS  # of a work item

@@ -18,7 +18,8 @@ from lowering.stages.ir.device_programs import (
     put_program,
     tell_flops,
 )
-from lowering.stages.ir.dispatch_work import flops, walk
+from lowering.stages.ir.dispatch_work import flops
+from lowering.stages.ir.symbols import walk
 from lowering.stages.ir.templates import put
 
 _MOST_NODES = 200  # of a program: it is written again for each of several vectors

@@ -17,8 +17,7 @@ from lowering.stages.flow.rows.graph import (
     Source,
     Value,
 )
-from lowering.stages.ir.device_programs import argument_of, is_whole
-from lowering.stages.ir.dispatch_work import LOAD, STORE
+from lowering.stages.ir.device_programs import LOAD, STORE, argument_of, is_whole
 from lowering.stages.ir.sizes import Size, product, sizes_in
 from lowering.stages.ir.structured import inputs_of, loops_of, maps_of
 from lowering.stages.ir.symbols import maker_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowering.stages.flow.rows.graph import Access, RowGraph, Source, Value
-from lowering.stages.ir.templates import tensor
+from lowering.stages.ir.types import tensor
 
 _ITEM = 4096  # numbers of a work item, if a row has fewer
 _COUNTS = """

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lowering.stages.flow.rows.graph import Source, Value
 from lowering.stages.flow.rows.signature import argument_type, tensors_of
 from lowering.stages.flow.rows.text import Text
-from lowering.stages.ir.templates import tensor
+from lowering.stages.ir.types import tensor
 
 
 @dataclass(frozen=True)

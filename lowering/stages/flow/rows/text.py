@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from lowering.stages.flow.rows.combiners import neutral
 from lowering.stages.flow.rows.graph import Compute, Constant, Reduce, RowGraph
-from lowering.stages.ir.templates import tensor
+from lowering.stages.ir.types import tensor
 
 
 @dataclass

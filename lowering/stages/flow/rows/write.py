@@ -20,7 +20,7 @@ from lowering.stages.flow.rows.passes import AT_ONCE, Pass, Step
 from lowering.stages.flow.rows.signature import arguments_of, write_sizes
 from lowering.stages.flow.rows.tensors import Part, Tensors
 from lowering.stages.flow.rows.text import Text
-from lowering.stages.ir.templates import tensor
+from lowering.stages.ir.types import tensor
 
 _SHORT = 16  # vectors of a row that is computed without a loop, and stays in registers
 _STACK = 16 << 10  # bytes of a row that a program keeps; IREE gives it 32 KB or more
