@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import lowering.capabilities
-from lowering.cache import write_atomically
 from lowering.capabilities import Capabilities, load_capabilities
+from lowering.files import write_atomically
 from measuring.find import OURS, Source, find, sources
 from measuring.single_op import PLAIN, SingleOp
 from measuring.table import Row, disagreement, table_text

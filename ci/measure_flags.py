@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from benching.models import MODELS
-from lowering.cache import ArtifactCache, write_atomically
+from lowering.cache import ArtifactCache
+from lowering.files import write_atomically
 from lowering.traits import traits_of
 from npu_iree.runner import Runner
 

@@ -18,8 +18,8 @@ import torch
 from benching.limits import ARGUMENTS, MODULE, WEIGHTS, export_module
 from benching.models import MODELS
 from lowering.abi import ENTRY
-from lowering.cache import write_atomically
 from lowering.dispatches import list_dispatches
+from lowering.files import write_atomically
 from lowering.pipeline import Toolchain
 from lowering.program import Program
 from npu_iree.profiling.profile import WARM_UP, Row, shares

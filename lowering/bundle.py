@@ -19,11 +19,12 @@ from typing import Any
 
 from lowering.archive import archive_bytes, open_archive
 from lowering.cache import SUFFIX as ENTRY_SUFFIX
-from lowering.cache import Entry, write_atomically
+from lowering.cache import Entry
 from lowering.capture import CapturedGraph
 from lowering.cpu import missing_features
 from lowering.digest import bytes_digest, text_digest
 from lowering.errors import ArtifactError
+from lowering.files import write_atomically
 from lowering.key import CacheKey
 from lowering.record import GraphRecord, Healed
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from lowering.cache import write_atomically
+from lowering.files import write_atomically
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from lowering.cache import opened_atomically
 from lowering.dtypes import DTYPES
+from lowering.files import opened_atomically
 from lowering.manifest import Call, Manifest
 from npu_iree.array import DeviceArray
 from npu_iree.cli.exits import telling_errors

@@ -16,8 +16,9 @@ from rich.progress import track
 from rich.table import Table
 
 from lowering.archive import ArchiveLimits, open_archive
-from lowering.cache import SUFFIX, ArtifactCache, Entry, opened_atomically, write_atomically
+from lowering.cache import SUFFIX, ArtifactCache, Entry
 from lowering.denials import DenialRecord
+from lowering.files import opened_atomically, write_atomically
 from lowering.pipeline import Toolchain, compile_source
 from lowering.service import CompileService
 from lowering.tuning import TuningRecord

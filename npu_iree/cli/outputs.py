@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lowering.cache import try_to_write, write_atomically
+from lowering.files import try_to_write, write_atomically
 from npu_iree.errors import NpuIreeError, OptionError
 
 

@@ -14,11 +14,11 @@ import torch
 from torch.export import ExportedProgram
 
 from lowering.abi import ENTRY
-from lowering.cache import is_written_through, opened_atomically, place_behind, try_to_write
 from lowering.compiler import Compiler
 from lowering.cpu import CPU_FLAG, THIS_CPU
 from lowering.errors import ArtifactError, ExportError
 from lowering.export import Export
+from lowering.files import is_written_through, opened_atomically, place_behind, try_to_write
 from lowering.manifest import Manifest
 from lowering.offline import (
     OfflineProgram,

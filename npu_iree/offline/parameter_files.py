@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from iree.runtime import _binding as hal
 
-from lowering.cache import is_written_through, replacement
 from lowering.digest import memory_of, tensor_digest
 from lowering.dtypes import DTYPES, dtype_name
 from lowering.errors import ArtifactError
+from lowering.files import is_written_through, replacement
 
 _DIGESTS = "npu_iree.sha256"
 _HEADER_BYTES = 100 << 20

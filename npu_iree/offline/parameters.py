@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from lowering.cache import place_behind
 from lowering.digest import is_same_value, tensor_digest
 from lowering.dtypes import DTYPES, dtype_name
 from lowering.errors import ArtifactError
+from lowering.files import place_behind
 from lowering.manifest import Manifest, Parameter
 from npu_iree.offline.parameter_files import Stored, read_parameters
 

@@ -15,9 +15,9 @@ import torch
 
 import npu_iree
 from command import Ended, invoke
-from lowering.cache import write_atomically
 from lowering.decompositions import decomposition_table
 from lowering.errors import ExportError
+from lowering.files import write_atomically
 from lowering.vmfb import read_manifest
 from models.small import Net, SmallModel, compiled
 from npu_iree.errors import TargetError
