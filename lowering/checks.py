@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import fx
 
-from lowering.decompositions import op_name
 from lowering.intervals import Interval, Intervals
 from lowering.nodes import ASSERTIONS, draws_random_numbers, is_one_of, origin_of
+from lowering.op_names import op_name
 from lowering.signature import Check
 from lowering.sizes import has_elements
 from lowering.source import user_line

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from lowering.decompositions import op_name
 from lowering.nodes import MOVE_OPS
+from lowering.op_names import op_name
 
 Interval: TypeAlias = tuple[float, float]  # least and largest, both possible
 _MOST_READ = 1 << 16  # elements of a constant: more are not looked at

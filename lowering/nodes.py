@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
-from lowering.decompositions import op_name
+from lowering.op_names import op_name
 from lowering.sizes import is_static
 
 # Views and copies: a region of these alone computes nothing, so it is not worth a transfer.

@@ -13,7 +13,6 @@ from torch import fx
 
 from lowering.capabilities import Capabilities, node_tensors
 from lowering.capture import CapturedGraph
-from lowering.decompositions import matches, op_name
 from lowering.errors import HostOp
 from lowering.kernel_calls import why_no_kernel
 from lowering.kernels import Kernel
@@ -28,6 +27,7 @@ from lowering.nodes import (
     view_chain,
     view_root,
 )
+from lowering.op_names import matches, op_name
 from lowering.segments import DEVICE, Segment, grow_segments, named, with_own_sizes
 from lowering.source import user_line
 from lowering.unfit import masks_of, why_refused

@@ -48,6 +48,7 @@ from lowering.decompositions.layouts import with_layouts
 from lowering.decompositions.narrow import with_narrow
 from lowering.decompositions.scalars import with_scalars
 from lowering.decompositions.tables import Table
+from lowering.op_names import matches
 from lowering.unfit import with_refused
 
 aten = torch.ops.aten
@@ -94,20 +95,6 @@ KEPT_OPS = frozenset(
 
 # Their decompositions draw uniform numbers where eager's kernels draw others.
 EAGERS_RANDOM_OPS = frozenset({"aten.bernoulli.default"})
-
-
-def op_name(target: object) -> str:
-    """Return the name we give an op everywhere, e.g. `aten.add.Tensor`."""
-    if isinstance(target, OpOverload):
-        return str(target)
-    return getattr(target, "__name__", str(target))
-
-
-def matches(op: str, patterns: Iterable[str]) -> bool:
-    """Say whether `op` is named by one of `patterns`: `aten.add.Tensor`, `aten.add` or `add`."""
-    packet = op.rpartition(".")[0] if op.count(".") >= 2 else op
-    names = {op, packet, packet.rpartition(".")[2]}
-    return not names.isdisjoint(patterns)
 
 
 # An op is decomposed by one of them.
