@@ -26,7 +26,6 @@ from npu_iree.options import Options
 from npu_iree.saved_images import save_channels_last
 from npu_iree.torch_device.current import is_on_npu
 
-_Compile = Callable[..., Any]
 # What AOTAutograd says of an argument such as `x.expand(3, 4)` that the graph writes to in part: it
 # would write all of it. Eager writes to the part, or refuses, too, to write to all.
 _SHARED_MEMORY = "refers to a single memory location"
@@ -34,13 +33,10 @@ _SHARED_MEMORY = "refers to a single memory location"
 
 def aot_backend(
     options: Options,
-    forward: _Compile,
-    backward: _Compile,
-    inference: _Compile,
-    *,
+    compile: Callable[..., Callable[..., Any]],
     when_new: Callable[[], object] = lambda: None,
 ) -> Callable[..., Any]:
-    """Return a backend of Dynamo's that hands functional graphs to three compilers.
+    """Return a backend of Dynamo's that hands functional graphs to a compiler.
 
     What a graph writes to its inputs stays in the graph, at its end (`lowering.capture`). Between
     forward and backward as little is saved as can be computed again at no cost. What was traced
@@ -48,18 +44,17 @@ def aot_backend(
 
     Args:
         options: of the `torch.compile` call.
-        forward: compiles the forward graph of training.
-        backward: compiles its backward graph.
-        inference: compiles a graph without gradients.
+        compile: compiles a graph, given its inputs and its `kind`: `forward` (of training),
+            `backward`, or `inference` (without gradients).
         when_new: called before a graph is traced that would have been kept, had it been before.
 
     The backend raises `EagerOnlyError` for a graph of tensors on other devices, and for one that
     AOTAutograd cannot trace.
     """
     asked: dict[str, Any] = {
-        "fw_compiler": forward,
-        "bw_compiler": backward,
-        "inference_compiler": inference,
+        "fw_compiler": functools.partial(compile, kind="forward"),
+        "bw_compiler": functools.partial(compile, kind="backward"),
+        "inference_compiler": functools.partial(compile, kind="inference"),
         "partition_fn": functools.partial(_partition, options.target_value.compile),
         "keep_inference_input_mutations": True,
     }

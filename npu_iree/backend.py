@@ -78,10 +78,7 @@ def npu_iree(
 def _compiled(graph_module: fx.GraphModule, source: Source, options: Options) -> Callable[..., Any]:
     """Compile a graph, and return what Dynamo calls."""
     compile_aot = functools.partial(_compile_aot, options, source)
-    kinds = ("forward", "backward", "inference")
-    compilers = (functools.partial(compile_aot, kind=kind) for kind in kinds)
-    when_new = functools.partial(_start_worker, options)
-    backend = aot_backend(options, *compilers, when_new=when_new)
+    backend = aot_backend(options, compile_aot, functools.partial(_start_worker, options))
     compiled: Callable[..., Any] = backend(graph_module, list(source.inputs))
     runner = source.inferred[-1] if source.inferred else None
     if runner is not None and needs_no_wrapper(runner.plan, graph_module, source.inputs):

@@ -143,11 +143,7 @@ def explain(
             found.graph_breaks.append(_break_text(reason))
         parsed = options_on_npu(asked) if any(map(is_on_npu, inputs)) else Options.parse(asked)
         source = Source.of(graph_module, inputs, parsed)
-        compilers = (
-            functools.partial(plan, parsed, source, kind=kind)
-            for kind in ("forward", "backward", "inference")
-        )
-        made = aot_backend(parsed, *compilers)
+        made = aot_backend(parsed, functools.partial(plan, parsed, source))
         try:
             compiled: Callable[..., Any] = made(graph_module, inputs)
         except EagerOnlyError as error:
