@@ -1,4 +1,4 @@
-"""The one table of element types that cross the boundary, by their MLIR names."""
+"""The one table of element types that cross the boundary, by short names, most of them MLIR's."""
 
 from __future__ import annotations
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from lowering.stages.ir.structured import is_elementwise, maps_of
+from lowering.stages.ir.structured import RESHAPES, is_elementwise, maps_of
 from lowering.stages.ir.symbols import maker_of, origin_of
 
 TO_FLOAT = "arith.sitofp"
 _WIDENS = frozenset({"arith.extf", "arith.extsi", TO_FLOAT})
 BYTE = "i8"
-VIEWS = ("tensor.collapse_shape", "tensor.expand_shape")
 
 
 def shapes_of(op: Any, *, bytes_at: int | None = None) -> list[list[int]] | None:
@@ -75,6 +74,6 @@ def as_float(name: str, dtype: str) -> tuple[str, str]:
     return (f"%wide = {TO_FLOAT} %{name} : {BYTE} to f32", "wide") if dtype == BYTE else ("", name)
 
 
-def is_weight(value: Any, through: Collection[str] = VIEWS) -> bool:
+def is_weight(value: Any, through: Collection[str] = RESHAPES) -> bool:
     """Say whether a value is a parameter, in any shape; or a part of one, `through` slices."""
     return maker_of(origin_of(value, through)) == "util.global.load"

@@ -12,7 +12,6 @@ from lowering.stages.code.multiply_tiles import has_tiles, suits_tiles
 from lowering.stages.code.tile_functions import COLUMNS, ROWS
 from lowering.stages.ir.barrier import put_barriers
 from lowering.stages.ir.factors import (
-    VIEWS,
     as_float,
     bytes_of,
     is_plain,
@@ -20,7 +19,7 @@ from lowering.stages.ir.factors import (
     shapes_of,
     transposed,
 )
-from lowering.stages.ir.structured import broadcast_inputs, is_elementwise, is_zeros
+from lowering.stages.ir.structured import RESHAPES, broadcast_inputs, is_elementwise, is_zeros
 from lowering.stages.ir.symbols import maker_of, origin_of
 from lowering.stages.ir.templates import replace_by
 from lowering.stages.ir.types import floats, sizes_of, tensor
@@ -180,7 +179,7 @@ def read_in_panels(function: Any, features: Collection[str]) -> None:
             put_barriers(op, [0])
         elif places := [i for i in broadcast_inputs(op) if op.operands[i] in computed]:
             put_barriers(op, places)
-        elif op.operation.name in VIEWS or is_elementwise(op):
+        elif op.operation.name in RESHAPES or is_elementwise(op):
             computed.update(op.results)
 
 
@@ -369,4 +368,4 @@ def _product_of_any_rows(op: Any, block: tuple[int, int]) -> _Product | None:
 
 def _is_moved(value: Any) -> bool:
     """Say whether a matrix is made by moving its numbers to another order, in any shape."""
-    return maker_of(origin_of(value, VIEWS)) == "linalg.transpose"
+    return maker_of(origin_of(value, RESHAPES)) == "linalg.transpose"
