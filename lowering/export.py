@@ -25,12 +25,13 @@ from torch.export.graph_signature import (
 from torch.utils import _pytree as pytree
 
 from lowering.arithmetic import can_evaluate
-from lowering.capture import CapturedGraph, normalize
+from lowering.capture import CapturedGraph
 from lowering.digest import is_same_memory
 from lowering.dtypes import DTYPE_NAMES
 from lowering.errors import ExportError
 from lowering.manifest import Argument, Call, Constant, Source
 from lowering.nodes import is_number
+from lowering.normalize import normalize
 from lowering.ranges import guards_of, symbol_ranges
 from lowering.region import Region, extract_region, tensor_spec, value_spec
 from lowering.segments import DEVICE, Segment

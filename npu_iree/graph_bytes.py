@@ -12,8 +12,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx._graph_pickler import GraphPickler, Options, _GraphUnpickler, _UnpickleState
 
-from lowering.capture import attribute
 from lowering.graph_modules import graph_module_of
+from lowering.normalize import attribute
 
 _SAVED = frozenset({"val", "original_aten", "stack_trace"})  # of what a node tells of itself
 

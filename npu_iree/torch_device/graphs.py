@@ -14,7 +14,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from lowering.capture import CapturedGraph, attribute
+from lowering.capture import CapturedGraph
+from lowering.normalize import attribute
 from lowering.region import memory_order
 from lowering.signature import inverse
 from lowering.sizes import size_hint
