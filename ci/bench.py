@@ -29,8 +29,8 @@ from benching import report, suite
 from benching.backends import BACKENDS as MODEL_BACKENDS
 from benching.backends import DYNAMIC, INFERENCE, STATIC, TRAINING
 from benching.turns import turns
+from lowering.cpu import host_cpu
 from lowering.files import write_atomically
-from lowering.key import host_cpu
 from npu_iree.profiling.rates import machine_rates
 
 BACKENDS = ("npu_iree", "inductor")

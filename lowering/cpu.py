@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+from lowering.digest import text_digest
+
 # What generated code may use, by LLVM's names; Linux writes most of them alike but for punctuation.
 # Not AVX10, which Linux does not list: its first version is another name for parts of AVX-512 that
 # are named beside it, and a CPU with a later one has more that is.
@@ -39,6 +41,8 @@ _LINUX_NAMES = {
 # What CPUs of a level have for certain, of what is asked for here, by LLVM's names.
 # Source: the x86-64 psABI, "Micro-Architecture Levels".
 _LEVELS = {f"x86-64-v{level}": frozenset({"avx2", "fma"}) for level in (3, 4)}
+# What Linux calls an x86 CPU, or the parts of an ARM core's name.
+_NAMES = ("model name", "CPU implementer", "CPU variant", "CPU part")
 CPU_FLAG = "--iree-llvmcpu-target-cpu="
 THIS_CPU = f"{CPU_FLAG}host"
 _T = TypeVar("_T")
@@ -111,24 +115,37 @@ def known_to_have(features: Collection[str]) -> bool:
 
 def cpu_name() -> str:
     """Return what this machine's CPU is called, with its architecture."""
-    name = re.search(r"^model name\s*:\s*(.*)$", _cpuinfo(), re.MULTILINE)
-    return f"{name[1] if name else platform.processor()} ({platform.machine()})"
+    return f"{_told().get('model name', platform.processor())} ({platform.machine()})"
 
 
-def _cpuinfo() -> str:
+@cache
+def host_cpu() -> str:
+    """Return the CPU that code for `host` is for: its model, and a digest of its features."""
+    if not (told := _told()):
+        return platform.processor() or platform.machine()
+    model = " ".join(told[name] for name in _NAMES if name in told) or platform.machine()
+    return f"{model} {text_digest(_features(told))[:16]}"
+
+
+@cache
+def _told() -> Mapping[str, str]:
+    """Return what Linux tells of the first CPU; nothing where it does not."""
     try:
-        return Path("/proc/cpuinfo").read_text()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return ""
+        return {}
+    cells = [line.partition("\t: ")[::2] for line in lines if "\t: " in line]
+    return {name.strip(): value for name, value in reversed(cells)}
+
+
+def _features(told: Mapping[str, str]) -> str:
+    return told.get("flags", told.get("Features", ""))
 
 
 @cache
 def _features_here() -> frozenset[str]:
-    if not (text := _cpuinfo()):
-        return frozenset()
-    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
-    names = flags[1].split() if flags else []
-    return frozenset(map(_plain, [platform.machine(), *names]))
+    told = _told()
+    return frozenset(map(_plain, [platform.machine(), *_features(told).split()] if told else ()))
 
 
 def _linux_name(feature: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import platform
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from lowering.canonical import canonical_text
+from lowering.cpu import host_cpu
 from lowering.digest import file_digest, sources_digest, text_digest
 from lowering.kernels import Kernel, used_kernels
 from lowering.program import Program
@@ -22,8 +22,6 @@ from lowering.target import CompileTarget, FlagSet
 PACKAGES = ("torch", "torch-mlir", "iree-base-compiler")
 # What a module is; the other parts say who compiled it, and where.
 IDENTITY = ("program", "kernels", "parameters", "given", "rebind", "flags", "target")
-# What Linux calls an x86 CPU, or the parts of an ARM core's name.
-_CPU_NAMES = ("model name", "CPU implementer", "CPU variant", "CPU part")
 
 # `--a=spec.mlir`, `--b=scope=weights.irpa`, `--c=library.mlir@entry`, `--d=pass{file=spec.mlir}`
 _PARTS_OF_A_FLAG = re.compile(r"[=@,(){}\s]+")
@@ -139,17 +137,3 @@ def package_version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return "not installed"
-
-
-@cache
-def host_cpu() -> str:
-    """Return the CPU that code for `host` is for: its model, and a digest of its features."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    table = dict(reversed([line.partition("\t: ")[::2] for line in lines if "\t: " in line]))
-    cells = {name.strip(): value for name, value in table.items()}
-    model = " ".join(cells[name] for name in _CPU_NAMES if name in cells) or platform.machine()
-    features = cells.get("flags", cells.get("Features", ""))
-    return f"{model} {text_digest(features)[:16]}"
