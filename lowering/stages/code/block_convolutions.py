@@ -9,8 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowering.cpu import best_for
-from lowering.stages.code.multiply_tiles import LEAST_HEIGHT, has_tiles, suits_tiles
-from lowering.stages.code.tile_functions import COLUMNS, DEPTH, ROWS
+from lowering.stages.ir.matrix_unit import (
+    COLUMNS,
+    DEPTH,
+    LEAST_HEIGHT,
+    ROWS,
+    has_tiles,
+    suits_tiles,
+)
 from lowering.stages.ir.symbols import CONFIG, device_functions
 from lowering.stages.ir.types import sizes_of
 from lowering.stages.ir.work_items import unevenness

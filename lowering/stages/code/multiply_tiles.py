@@ -4,41 +4,23 @@ from __future__ import annotations
 
 import itertools
 import math
-import platform
 from collections.abc import Collection
 from typing import Any
 
 from lowering.stages.code.product_loops import Loop, loop_at, successors
 from lowering.stages.code.tile_functions import (
-    COLUMNS,
-    DEPTH,
     LENT,
     PARTS_BYTES,
-    ROWS,
     STATE_BYTES,
     library,
     multiply_function,
 )
+from lowering.stages.ir.matrix_unit import COLUMNS, DEPTH, DEPTHS, LEAST_HEIGHT, ROWS, has_tiles
 from lowering.stages.ir.symbols import inside, symbol_of, variants
 from lowering.stages.ir.templates import put, put_functions
 
-LEAST_HEIGHT = 13  # of a block: a tile takes as long with fewer rows
-_FEATURES = frozenset({"amx-tile", "amx-bf16", "avx512bw", "avx512dq"})
-# Of a product, where the unit is faster: what is taken apart is used often, and the loop is long.
-# The parts of a panel of the greatest depth are 960 KiB, half of the second cache of such CPUs.
-_LEAST_ROWS, _DEPTHS = 32, range(192, 5121)
 _LOCAL_MEMORY = "workgroup_local_memory"
 _ALIGNMENT = 64
-
-
-def has_tiles(features: Collection[str]) -> bool:
-    """Say whether code for a CPU may use its matrix unit, by LLVM's names of what it can do."""
-    return frozenset(features) >= _FEATURES and platform.system() == "Linux"
-
-
-def suits_tiles(rows: int, depth: int) -> bool:
-    """Say whether the unit is the faster for a product of so many rows, and so deep."""
-    return rows >= _LEAST_ROWS and depth in _DEPTHS
 
 
 def multiply_tiles(module: Any, features: Collection[str]) -> None:
@@ -114,7 +96,7 @@ def _rewrite(function: Any, export: Any) -> set[int]:
 def _suits(loop: Loop) -> bool:
     """Say whether the unit can take loops over, and is the faster."""
     is_whole = len(loop.levels) == 1 or math.prod(loop.counts[1:]) % DEPTH == 0
-    return is_whole and loop.depth in _DEPTHS and LEAST_HEIGHT <= loop.height <= ROWS
+    return is_whole and loop.depth in DEPTHS and LEAST_HEIGHT <= loop.height <= ROWS
 
 
 def _enter(loop: Loop, lent: Any, product: Any, parts: Any, state: Any) -> None:

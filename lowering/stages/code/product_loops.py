@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowering.stages.code.tile_functions import COLUMNS, DEPTH
+from lowering.stages.ir.matrix_unit import COLUMNS, DEPTH
 from lowering.stages.ir.symbols import constant_of, maker_of
 
 _EFFECTS = ("llvm.call", "llvm.store")

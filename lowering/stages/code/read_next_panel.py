@@ -8,7 +8,7 @@ from typing import Any
 from lowering.stages.code.places import place_of, stride_of
 from lowering.stages.code.prefetch import prefetch
 from lowering.stages.code.product_loops import Loop, loop_at
-from lowering.stages.code.tile_functions import COLUMNS
+from lowering.stages.ir.matrix_unit import COLUMNS
 from lowering.stages.ir.symbols import constant_of, maker_of
 from lowering.stages.ir.templates import put
 

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-ROWS, COLUMNS = 32, 32  # of a block of the result: two by two tiles
-DEPTH = 32  # numbers that one multiplication of tiles adds up
+from lowering.stages.ir.matrix_unit import COLUMNS, DEPTH
+
 LENT = "npu_iree.tiles_lent"
 
 _LANES = 16

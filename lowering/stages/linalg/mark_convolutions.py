@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowering.cpu import best_for
-from lowering.stages.code.multiply_tiles import has_tiles
 from lowering.stages.ir.barrier import behind_barrier
 from lowering.stages.ir.factors import is_weight, shapes_of
+from lowering.stages.ir.matrix_unit import has_tiles
 from lowering.stages.ir.structured import is_zeros
 from lowering.stages.ir.symbols import constant_of, inside, maker_of
 from lowering.stages.ir.templates import put

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowering.cpu import best_for
-from lowering.stages.code.multiply_tiles import has_tiles, suits_tiles
-from lowering.stages.code.tile_functions import COLUMNS, ROWS
 from lowering.stages.ir.barrier import put_barriers
 from lowering.stages.ir.factors import (
     as_float,
@@ -19,6 +17,7 @@ from lowering.stages.ir.factors import (
     shapes_of,
     transposed,
 )
+from lowering.stages.ir.matrix_unit import COLUMNS, ROWS, has_tiles, suits_tiles
 from lowering.stages.ir.structured import RESHAPES, broadcast_inputs, is_elementwise, is_zeros
 from lowering.stages.ir.symbols import maker_of, origin_of
 from lowering.stages.ir.templates import replace_by
