@@ -20,7 +20,7 @@ from lowering.stages.ir.factors import (
 )
 from lowering.stages.ir.structured import RESHAPES, is_elementwise, loops_of, maps_of
 from lowering.stages.ir.symbols import maker_of, walk
-from lowering.stages.ir.templates import replace_by
+from lowering.stages.ir.templates import compilation_info, replace_by
 from lowering.stages.ir.types import tensor
 
 _LOOPS = {  # of the matrix, the other factor, and the result
@@ -55,10 +55,6 @@ func.func private @product(%w: {w}, %x: {x}, %start: {y}) -> {y} {{
   return %y : {y}
 }}
 """
-_TILES = """#iree_codegen.compilation_info<
-    lowering_config = #iree_cpu.lowering_config<{tiles}>,
-    translation_info = #iree_codegen.translation_info<
-        pipeline = #iree_cpu.pipeline<DoubleTilingExpert>>>"""
 _IN_LANES = """
 #lines = #iree_cpu.lowering_config<vector_reduction = {a_line}>
 func.func private @product(%w: {w}, %x: {x}, %start: {y}) -> {y} {{
@@ -267,7 +263,7 @@ class _Product:
         }
         if not self.is_by_rows():
             written["vector_reduction"] = [0] * len(self.y) + [1]
-        return _TILES.format(tiles=", ".join(f"{key} = {sizes}" for key, sizes in written.items()))
+        return compilation_info(written)
 
     @property
     def _rows(self) -> int:

@@ -30,7 +30,7 @@ from lowering.stages.ir.device_programs import (
 )
 from lowering.stages.ir.structured import inputs_of
 from lowering.stages.ir.symbols import inside, maker_of, symbol_of
-from lowering.stages.ir.templates import clones, put
+from lowering.stages.ir.templates import clones, put, tiles_of_product
 from lowering.stages.ir.types import dtype_of, floats
 from lowering.stages.linalg.mark_convolutions import Mark
 
@@ -38,12 +38,6 @@ from lowering.stages.linalg.mark_convolutions import Mark
 _SOURCES = frozenset({"arith.constant", "tensor.empty", "linalg.fill", LOAD})
 # Of a work item: a row of some images, for the features of a panel. Returns where that is.
 _LOOPS = """
-#config = #iree_cpu.lowering_config<distribution = [0, 0, 0],
-    vector_common_parallel = [{images}, {columns}, 0], vector_reduction = [0, 0, 1]>
-#translation = #iree_codegen.translation_info<
-    pipeline = #iree_cpu.pipeline<DoubleTilingExpert>, {{enable_loop_peeling = true}}>
-#compilation = #iree_codegen.compilation_info<
-    lowering_config = #config, translation_info = #translation>
 func.func @loops(%xs: {xs}, %ws: {ws}) -> (index, index, index) {{
   %zero = arith.constant 0.0 : f32
   %first = arith.constant 0 : index
@@ -69,7 +63,7 @@ func.func @loops(%xs: {xs}, %ws: {ws}) -> (index, index, index) {{
         %factors = iree_tensor_ext.dispatch.tensor.load %ws, offsets = [{panel}%i, %j, 0, 0],
             sizes = [{one}1, 1, {channels}, {columns}], strides = [{one}1, 1, 1, 1]
             : {ws} -> {factors}
-        %next = linalg.matmul {{compilation_info = #compilation}}
+        %next = linalg.matmul {{compilation_info = {tiles}}}
             ins(%pixels, %factors : {pixels}, {factors}) outs(%sum : {tile}) -> {tile}
         scf.yield %next : {tile}
       }}
@@ -309,6 +303,7 @@ class _Program:
             images=self.mark.images,
             columns=columns,
             channels=channels,
+            tiles=tiles_of_product(self.mark.images, columns),
             width=width,
             panel="%panel, " if panels else "",
             one="1, " if panels else "",

@@ -6,7 +6,7 @@ from typing import Any
 
 from lowering.stages.ir.structured import RESHAPES, inputs_of, is_elementwise, loops_of, maps_of
 from lowering.stages.ir.symbols import maker_of, origin_of, walk
-from lowering.stages.ir.templates import put
+from lowering.stages.ir.templates import compilation_info, put
 
 # `math.fma` with -0.0 is the product, which IREE takes for none.
 _PRODUCT = """
@@ -16,10 +16,6 @@ func.func private @product(%a: {kind}, %b: {kind}) -> {kind} {{
   return %ab : {kind}
 }}
 """
-# Number by number, which for whole numbers is the only way there is.
-_PLAIN = """#iree_codegen.compilation_info<
-    lowering_config = #iree_cpu.lowering_config<distribution = {zeros}>,
-    translation_info = #iree_codegen.translation_info<pipeline = #iree_cpu.pipeline<Default>>>"""
 
 
 def hide_products(function: Any) -> None:
@@ -62,7 +58,9 @@ def sum_products(module: Any) -> None:
             continue
         if product.name == "arith.muli":
             zeros = [0] * len(op.attributes["iterator_types"])
-            op.attributes["compilation_info"] = ir.Attribute.parse(_PLAIN.format(zeros=zeros))
+            # Number by number, which for whole numbers is the only way there is.
+            plain = compilation_info({"distribution": zeros}, "Default")
+            op.attributes["compilation_info"] = ir.Attribute.parse(plain)
             continue
         _hide(product)
 

@@ -94,3 +94,37 @@ def put_functions(module: Any, text: str, there: Collection[str] = ()) -> None:
         for op in source.body.operations:
             if symbol_of(op) not in there:
                 op.operation.clone()
+
+
+def compilation_info(
+    tiles: Mapping[str, Sequence[int]],
+    pipeline: str = "DoubleTilingExpert",
+    *,
+    peels: bool = False,
+) -> str:
+    """Write how IREE is to make code of an op.
+
+    Args:
+        tiles: level, such as `distribution` (to work items) -> size of a tile in each loop of the
+            op; 0: that loop is not tiled there.
+        pipeline: which of IREE's.
+        peels: whether what a loop has left over by its tiles gets a loop of its own.
+    """
+    sizes = ", ".join(f"{level} = {list(of)}" for level, of in tiles.items())
+    peeling = ", {enable_loop_peeling = true}" if peels else ""
+    return (
+        "#iree_codegen.compilation_info<"
+        f"lowering_config = #iree_cpu.lowering_config<{sizes}>, "
+        "translation_info = #iree_codegen.translation_info<"
+        f"pipeline = #iree_cpu.pipeline<{pipeline}>{peeling}>>"
+    )
+
+
+def tiles_of_product(rows: int, columns: int) -> str:
+    """Write how a product within a work item is computed: so many rows and columns at a time."""
+    tiles = {
+        "distribution": [0, 0, 0],
+        "vector_common_parallel": [rows, columns, 0],
+        "vector_reduction": [0, 0, 1],
+    }
+    return compilation_info(tiles, peels=True)

@@ -10,7 +10,7 @@ from lowering.cpu import best_for
 from lowering.stages.ir.factors import is_plain, is_weight, shapes_of, transposed
 from lowering.stages.ir.structured import inputs_of, is_zeros, loop_of_index, maps_of
 from lowering.stages.ir.symbols import maker_of
-from lowering.stages.ir.templates import clones, put, replace_by
+from lowering.stages.ir.templates import clones, put, replace_by, tiles_of_product
 from lowering.stages.ir.types import floats
 
 # Rows (at most) and columns of a result that registers hold, by what the CPU can do; half of them,
@@ -62,13 +62,7 @@ func.func private @product(%x: {x}, %w: {w}, %chosen: {chosen}) -> {y} {{
         : {read_x} -> {left}
     %empty = tensor.empty() : {part}
     %zeros = linalg.fill ins(%start : f32) outs(%empty : {part}) -> {part}
-    %part = linalg.matmul {{compilation_info = #iree_codegen.compilation_info<
-          lowering_config = #iree_cpu.lowering_config<
-            distribution = [0, 0, 0],
-            vector_common_parallel = [{rows}, {width}, 0],
-            vector_reduction = [0, 0, 1]>,
-          translation_info = #iree_codegen.translation_info<
-            pipeline = #iree_cpu.pipeline<DoubleTilingExpert>, {{enable_loop_peeling = true}}>>}}
+    %part = linalg.matmul {{compilation_info = {tiles}}}
         ins(%left, %right : {left}, {right}) outs(%zeros : {part}) -> {part}
     %column = arith.muli %panel, %width : index
     iree_tensor_ext.dispatch.tensor.store %part, %ys, offsets = [%block, 0, %column],
@@ -168,7 +162,7 @@ class _Product:
             count=count,
             m=m,
             k=k,
-            rows=min(rows, m),
+            tiles=tiles_of_product(min(rows, m), width),
             whole=whole,
             read_x=_READS.format(x),
             read_panels=_READS.format(panels),

@@ -20,7 +20,7 @@ from lowering.stages.ir.factors import (
 from lowering.stages.ir.matrix_unit import COLUMNS, ROWS, has_tiles, suits_tiles
 from lowering.stages.ir.structured import RESHAPES, broadcast_inputs, is_elementwise, is_zeros
 from lowering.stages.ir.symbols import maker_of, origin_of
-from lowering.stages.ir.templates import replace_by
+from lowering.stages.ir.templates import compilation_info, replace_by
 from lowering.stages.ir.types import floats, sizes_of, tensor
 from lowering.stages.ir.work_items import ANY_ROWS, work_item
 from lowering.stages.linalg.mark_convolutions import MARK
@@ -34,7 +34,7 @@ _BLOCKS: Mapping[frozenset[str], tuple[int, int] | None] = {
 }
 _LEAST_PADDED = 512  # columns, of which at most one panel is not full
 
-# Of stacked matrices, {s} is "s, " and {one} is "1, "; of single ones, nothing.
+# Of stacked matrices, {s} is "s, "; of single ones, nothing.
 _PRODUCT = """
 func.func private @product(%x: {x}, %w: {w}, %start: {start}) -> {y} {{
   %empty = tensor.empty() : {panels}
@@ -46,14 +46,7 @@ func.func private @product(%x: {x}, %w: {w}, %start: {start}) -> {y} {{
                        affine_map<({s}m, n, l, k) -> ({s}m, n, l)>],
       iterator_types = [{parallel}, "reduction"]}}
       ins(%x, %panels : {x}, {panels}) outs(%zeros : {split})
-      attrs = {{compilation_info = #iree_codegen.compilation_info<
-        lowering_config = #iree_cpu.lowering_config<
-          distribution = [{one}{item_rows}, {item_panels}, 0, 0],
-          cache_parallel = [{one}{item_rows}, 1, 0, 0],
-          vector_common_parallel = [{one}{rows}, 1, {width}, 0],
-          vector_reduction = [{zero}0, 0, 0, 1]>,
-        translation_info = #iree_codegen.translation_info<
-          pipeline = #iree_cpu.pipeline<DoubleTilingExpert>, {{enable_loop_peeling = true}}>>}} {{
+      attrs = {{compilation_info = {tiles}}} {{
   ^bb0(%a: f32, %b: {dtype}, %sum: f32):
     {widen}
     %ab = arith.mulf %a, %{factor} : f32
@@ -80,14 +73,7 @@ func.func private @product(%x: {x}, %w: {w}) -> {y} {{
                        affine_map<(m, n, l, k) -> (m, n, l)>],
       iterator_types = ["parallel", "parallel", "parallel", "reduction"]}}
       ins(%x, %panels : {x}, {panels}) outs(%zeros : {split}) attrs = {{{mark},
-      compilation_info = #iree_codegen.compilation_info<
-        lowering_config = #iree_cpu.lowering_config<
-          distribution = [{item_rows}, {item_panels}, 0, 0],
-          cache_parallel = [{item_rows}, 1, 0, 0],
-          vector_common_parallel = [1, 1, {width}, 0],
-          vector_reduction = [0, 0, 0, 1]>,
-        translation_info = #iree_codegen.translation_info<
-          pipeline = #iree_cpu.pipeline<DoubleTilingExpert>, {{enable_loop_peeling = true}}>>}} {{
+      compilation_info = {tiles}}} {{
   ^bb0(%a: f32, %b: f32, %sum: f32):
     %ab = arith.mulf %a, %b : f32
     %next = arith.addf %sum, %ab : f32
@@ -223,7 +209,7 @@ class _Product:
             return self._of_any_rows()
         rows = -(-m // -(-m // most))  # of blocks as high as one another
         count, first = -(-n // width), len(stack)
-        item_rows, item_panels = work_item(m, count, math.prod(stack), rows)
+        item = work_item(m, count, math.prod(stack), rows)
         widen, factor = as_float("b", self.dtype)
         split, whole = [*stack, m, count, width], [*stack, m, count * width]
         ends = {
@@ -251,19 +237,14 @@ class _Product:
             factor=factor,
             split=ends["split"],
             s="s, " if stack else "",
-            one="1, " if stack else "",
-            zero="0, " if stack else "",
             parallel=", ".join(['"parallel"'] * (first + 3)),
-            item_rows=item_rows,
-            item_panels=item_panels,
-            rows=rows,
-            width=width,
+            tiles=self._tiles(item, rows),
         )
 
     def _of_any_rows(self) -> str:
         _, k, n = self.sizes
         width = self.block[1]
-        panels, (item_rows, item_panels) = n // width, work_item(ANY_ROWS, n // width, 1, 1)
+        panels = n // width
         return _OF_ANY_ROWS.format(
             pack=self._pack(floats(panels, k, width)),
             x=tensor([None, k], "f32"),
@@ -272,10 +253,19 @@ class _Product:
             panels=floats(panels, k, width),
             split=tensor([None, panels, width], "f32"),
             mark=f"{PANELS} = {self.block[0]}",
-            item_rows=item_rows,
-            item_panels=item_panels,
-            width=width,
+            tiles=self._tiles(work_item(ANY_ROWS, panels, 1, 1), 1),
         )
+
+    def _tiles(self, item: tuple[int, int], rows: int) -> str:
+        """Write the tiles: of a work item (rows, panels), and so many rows by a panel at a time."""
+        one, (item_rows, item_panels) = [1 for _ in self.stack], item
+        tiles = {
+            "distribution": [*one, item_rows, item_panels, 0, 0],
+            "cache_parallel": [*one, item_rows, 1, 0, 0],
+            "vector_common_parallel": [*one, rows, 1, self.block[1], 0],
+            "vector_reduction": [*(0 for _ in self.stack), 0, 0, 0, 1],
+        }
+        return compilation_info(tiles, peels=True)
 
     def _pack(self, panels: str) -> str:
         """Write how the second factor gets into panels."""
