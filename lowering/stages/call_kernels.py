@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowering.kernels import Kernel, KernelType
+from lowering.stages.ir.symbols import ops_of
 
 _OPERATOR = "torch.operator"
 _VTENSOR = re.compile(r"!torch\.vtensor<\[(?P<sizes>[^\]]*)\],(?P<element>[\w<>]+)>$")
@@ -33,8 +34,8 @@ def call_kernels(module: Any, texts: Mapping[str, str]) -> None:
     kernels = {op: Kernel.parse(op, text) for op, text in texts.items()}
     declared: dict[str, Any] = {}
     for function in list(module.body.operations):
-        for op in list(function.regions[0].blocks[0].operations):
-            if op.operation.name == _OPERATOR and (kernel := kernels.get(_op_name(op))):
+        for op in ops_of(function):
+            if op.name == _OPERATOR and (kernel := kernels.get(_op_name(op))):
                 _call(module, op, kernel, declared)
 
 

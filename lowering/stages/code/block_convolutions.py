@@ -17,7 +17,7 @@ from lowering.stages.ir.matrix_unit import (
     has_tiles,
     suits_tiles,
 )
-from lowering.stages.ir.symbols import CONFIG, device_functions
+from lowering.stages.ir.symbols import CONFIG, device_functions, ops_of
 from lowering.stages.ir.types import sizes_of
 from lowering.stages.ir.work_items import unevenness
 
@@ -81,8 +81,8 @@ def block_convolutions(module: Any, features: Collection[str]) -> None:
 def _block(function: Any, features: Collection[str]) -> None:
     from iree.compiler import ir
 
-    ops = [op for op in function.regions[0].blocks[0].operations if CONFIG in op.attributes]
-    blocks = [block for op in ops if (block := _block_of(op.operation, features)) is not None]
+    ops = [op for op in ops_of(function) if CONFIG in op.attributes]
+    blocks = [block for op in ops if (block := _block_of(op, features)) is not None]
     if len(blocks) != 1:
         return
     (block,) = blocks

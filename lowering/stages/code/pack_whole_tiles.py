@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from lowering.stages.ir.structured import loops_of, maps_of
-from lowering.stages.ir.symbols import CONFIG, device_functions, inside, maker_of
+from lowering.stages.ir.symbols import CONFIG, device_functions, inside, maker_of, ops_of
 from lowering.stages.ir.types import sizes_of
 
 _PACK = "iree_linalg_ext.map_store"
@@ -78,10 +78,10 @@ def _tiled_dimension(pack: Any) -> tuple[int, int] | None:
     if columns != 1 or rows is None or rows == 1:
         return None
     found = set[int]()
-    for op in pack.regions[0].blocks[0].operations:
-        if op.operation.name != "affine.delinearize_index":
+    for op in ops_of(pack):
+        if op.name != "affine.delinearize_index":
             continue
-        index, (*_, tile) = op.operands[0], op.operation.attributes["static_basis"]
+        index, (*_, tile) = op.operands[0], op.attributes["static_basis"]
         if tile == rows and isinstance(index.owner, ir.Block):
             found.add(ir.BlockArgument(index).arg_number)
     return (found.pop(), rows) if len(found) == 1 else None

@@ -19,7 +19,7 @@ from lowering.stages.ir.factors import (
     transposed,
 )
 from lowering.stages.ir.structured import RESHAPES, is_elementwise, loops_of, maps_of
-from lowering.stages.ir.symbols import maker_of, walk
+from lowering.stages.ir.symbols import maker_of, ops_of, walk
 from lowering.stages.ir.templates import compilation_info, replace_by
 from lowering.stages.ir.types import tensor
 
@@ -99,7 +99,7 @@ def mark_few_rows(function: Any) -> None:
     call, which takes several times as long as to read it.
     """
     seen = set[Any]()
-    for op in list(function.regions[0].blocks[0].operations):
+    for op in ops_of(function):
         found = _product_of(op)
         if found is not None and found[0].can_be_read():
             product, arguments = found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowering.stages.ir.symbols import global_of, inside, symbol_of, walk
+from lowering.stages.ir.symbols import global_of, inside, ops_of, symbol_of, walk
 
 _LOAD, _STORE = "util.global.load", "util.global.store"
 _VIEWS = frozenset({_LOAD, "arith.constant", "flow.tensor.reshape", "flow.tensor.slice"})
@@ -33,7 +33,7 @@ def read_in_place(module: Any) -> None:
     for initializer in inside(module, "util.initializer"):
         if len(initializer.regions[0].blocks) != 1:
             continue
-        *views, store, _ = [op.operation for op in initializer.regions[0].blocks[0].operations]
+        *views, store, _ = ops_of(initializer)
         names = {op.name for op in views}
         if store.name != _STORE or _LOAD not in names or not names <= _VIEWS:
             continue

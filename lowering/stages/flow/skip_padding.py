@@ -29,7 +29,7 @@ from lowering.stages.ir.device_programs import (
     tell_flops,
 )
 from lowering.stages.ir.structured import inputs_of
-from lowering.stages.ir.symbols import inside, maker_of, symbol_of
+from lowering.stages.ir.symbols import inside, maker_of, ops_of, symbol_of
 from lowering.stages.ir.templates import clones, put, tiles_of_product
 from lowering.stages.ir.types import dtype_of, floats
 from lowering.stages.linalg.mark_convolutions import Mark
@@ -131,17 +131,16 @@ class _Program:
     def of(cls, executable: Any) -> _Program | None:
         """Find the convolution in a program; None if there is none."""
         for function in functions_of(executable):
-            for op in function.regions[0].blocks[0].operations:
+            for op in ops_of(function):
                 if (mark := Mark.of(op)) is not None and all(map(is_loaded, inputs_of(op))):
                     images, panels = (value.owner.operands[0] for value in inputs_of(op))
-                    return cls(executable, function, op.operation, mark, images, panels)
+                    return cls(executable, function, op, mark, images, panels)
         return None
 
     @property
     def _ops(self) -> list[Any]:
         """All ops of the function but its return."""
-        *ops, _ = self.function.regions[0].blocks[0].operations
-        return [op.operation for op in ops]
+        return ops_of(self.function)[:-1]
 
     @property
     def _followers(self) -> list[Any]:
@@ -256,7 +255,7 @@ class _Program:
 
         old, followers, sums = self._ops, self._followers, self.op.results[0]
         count, height, _, *panels, columns = sums.type.shape
-        *_, end = self.function.regions[0].blocks[0].operations
+        *_, end = ops_of(self.function)
         with ir.InsertionPoint(end), self.op.location:
             image, row, panel = put(self._loops(), [self.images, self.panels])
         *_, loop = self._ops

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowering.stages.ir.structured import RESHAPES, inputs_of, is_elementwise, loops_of, maps_of
-from lowering.stages.ir.symbols import maker_of, origin_of, walk
+from lowering.stages.ir.symbols import maker_of, ops_of, origin_of, walk
 from lowering.stages.ir.templates import compilation_info, put
 
 # `math.fma` with -0.0 is the product, which IREE takes for none.
@@ -27,8 +27,8 @@ def hide_products(function: Any) -> None:
     Before: %p = linalg.generic {arith.mulf} ins(%x, %w); %y = sum over j, k of %p[i, j, k]
     After:  %p = linalg.generic {math.fma with -0.0} ins(%x, %w); %y = sum over j, k of %p[i, j, k]
     """
-    for op in list(function.regions[0].blocks[0].operations):
-        if op.operation.name != "linalg.generic" or _reductions(op) < 2:
+    for op in ops_of(function):
+        if op.name != "linalg.generic" or _reductions(op) < 2:
             continue
         if maker_of(_yielded(op)) == "arith.addf":
             for value in inputs_of(op):
@@ -80,7 +80,7 @@ def _reductions(op: Any) -> int:
 
 
 def _yielded(op: Any) -> Any:
-    *_, end = op.regions[0].blocks[0].operations
+    *_, end = ops_of(op)
     return end.operands[0]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from lowering.stages.ir.device_programs import FLOPS, LOAD, STORE
 from lowering.stages.ir.structured import inputs_of, is_elementwise, loops_of, maps_of
+from lowering.stages.ir.symbols import ops_of
 from lowering.stages.ir.types import sizes_of
 
 _LOOP = "scf.for"
@@ -85,8 +86,7 @@ def _work_items(ops: Sequence[Any]) -> int:
 def _flops(op: Any) -> int | None:
     if op.name == "linalg.generic":
         loops = _loops(op, range(len(op.operands)))
-        body = op.regions[0].blocks[0].operations
-        count = sum(_is_arithmetic(inner.operation.name) for inner in body)
+        count = sum(_is_arithmetic(inner.name) for inner in ops_of(op))
         return 0 if count == 0 else _times(count, loops)
     if op.name == "linalg.softmax":
         return _times(_SOFTMAX, sizes_of(op.operands[0].type))

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from lowering.stages.ir.structured import RESHAPES, is_elementwise, maps_of
-from lowering.stages.ir.symbols import maker_of, origin_of
+from lowering.stages.ir.symbols import maker_of, ops_of, origin_of
 
 TO_FLOAT = "arith.sitofp"
 _WIDENS = frozenset({"arith.extf", "arith.extsi", TO_FLOAT})
@@ -58,8 +58,8 @@ def narrow_of(value: Any) -> Any:
     if maker_of(value) != "linalg.generic" or not is_elementwise(op := value.owner):
         return None
     maps = maps_of(op)
-    first, *others = op.regions[0].blocks[0].operations
-    is_cast = first.operation.name in _WIDENS and len(others) == 1 and len(maps) == 2
+    first, *others = ops_of(op)
+    is_cast = first.name in _WIDENS and len(others) == 1 and len(maps) == 2
     return op.operands[0] if is_cast and all(m == maps[-1] for m in maps) else None
 
 

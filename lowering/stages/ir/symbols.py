@@ -35,6 +35,11 @@ def inside(op: Any, kind: str) -> list[Any]:
     return [op for block in blocks for op in block.operations if op.operation.name == kind]
 
 
+def ops_of(op: Any) -> list[Any]:
+    """Return the ops in an op's own block: of a function, or in the body of a loop."""
+    return [inner.operation for inner in op.regions[0].blocks[0].operations]
+
+
 def variants(module: Any) -> list[Any]:
     """Return the device code of a module: of each executable, what is for one target."""
     executables = inside(module, "hal.executable")

@@ -6,6 +6,7 @@ from typing import Any
 
 from lowering.stages.ir.barrier import behind_barrier, read_behind_barrier
 from lowering.stages.ir.structured import inputs_of, is_of_nothing
+from lowering.stages.ir.symbols import ops_of
 
 _PUTS = frozenset({"tensor.concat", "tensor.insert_slice", "tensor.pad"})
 
@@ -23,8 +24,9 @@ def keep_off_stack(function: Any) -> None:
             %2:2 = tm_tensor.sort outs(%keys, %places); %c = util.optimization_barrier %2#0
             %d = util.optimization_barrier %2#1; return %1, tensor.pad %d
     """
-    ops = list(function.regions[0].blocks[0].operations)
-    for op in (op.operation for op in ops if op.operation.name.startswith("tm_tensor.")):
+    for op in ops_of(function):
+        if not op.name.startswith("tm_tensor."):
+            continue
         _keep_read(op)
         for result in op.results:
             readers = {use.owner.operation.name for use in result.uses}

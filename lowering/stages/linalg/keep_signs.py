@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowering.stages.ir.structured import RESHAPES
-from lowering.stages.ir.symbols import maker_of
+from lowering.stages.ir.symbols import maker_of, ops_of
 
 _SLICE = "tensor.extract_slice"
 _PUTS = frozenset({"tensor.concat", "tensor.insert_slice", *RESHAPES})
@@ -25,8 +25,7 @@ def keep_signs(function: Any) -> None:
     After:  the same with the sign bit flipped in %2: {arith.bitcast; arith.xori; arith.bitcast}
     Source: `matchCatNegateAndSlice` in IREE's RaiseSpecialOps.cpp.
     """
-    for view in function.regions[0].blocks[0].operations:
-        op = view.operation
+    for op in ops_of(function):
         negation = _negation(op)
         if negation is not None:
             readers = [use.owner.operation for use in op.results[0].uses]
@@ -39,8 +38,8 @@ def _negation(op: Any) -> Any:
     """Return the negation that an op of one operand begins with, or None."""
     if op.name != "linalg.generic" or len(op.operands) != 2:
         return None
-    first, *_ = op.regions[0].blocks[0].operations
-    return first.operation if first.operation.name == "arith.negf" else None
+    first, *_ = ops_of(op)
+    return first if first.name == "arith.negf" else None
 
 
 def _exchanges_halves(negated: Any, reader: Any) -> bool:

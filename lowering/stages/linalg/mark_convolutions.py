@@ -13,7 +13,7 @@ from lowering.stages.ir.barrier import behind_barrier
 from lowering.stages.ir.factors import is_weight, shapes_of
 from lowering.stages.ir.matrix_unit import has_tiles
 from lowering.stages.ir.structured import is_zeros
-from lowering.stages.ir.symbols import constant_of, inside, maker_of
+from lowering.stages.ir.symbols import constant_of, inside, maker_of, ops_of
 from lowering.stages.ir.templates import put
 from lowering.stages.ir.types import floats
 
@@ -319,7 +319,7 @@ def _padding_of(value: Any) -> list[tuple[int, int]] | None:
     """
     if maker_of(value) != "tensor.pad" or len(value.owner.operands) > 1:
         return None
-    *_, end = value.owner.regions[0].blocks[0].operations
+    *_, end = ops_of(value.owner)
     low, high = (list(value.owner.attributes[f"static_{name}"]) for name in ("low", "high"))
     is_of_places = not any([*low[:2], *high[:2]]) and min(*low, *high) >= 0
     if not is_of_places or constant_of(end.operands[0]) != 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowering.stages.ir.factors import is_plain, narrow_of
+from lowering.stages.ir.symbols import ops_of
 from lowering.stages.ir.templates import replace_by
 
 _RANKS = {"linalg.matmul": 2, "linalg.batch_matmul": 3}  # -> dimensions of a factor
@@ -29,14 +30,14 @@ def multiply_halves(function: Any) -> None:
             %y = linalg.matmul ins(%a, %b) outs(%start)                       all of f32
     After:  %y = linalg.matmul ins(%x, %w) outs(%start)                       %x and %w of bf16
     """
-    for op in list(function.regions[0].blocks[0].operations):
-        rank = _RANKS.get(op.operation.name)
-        if rank is None or not is_plain(op.operation, rank):
+    for op in ops_of(function):
+        rank = _RANKS.get(op.name)
+        if rank is None or not is_plain(op, rank):
             continue
         *factors, start = op.operands
         a, b = (narrow_of(factor) for factor in factors)
         if a is None or b is None or a.type.element_type != b.type.element_type:
             continue
         if str(a.type.element_type) in _HALVES:
-            text = _PRODUCT.format(name=op.operation.name, a=a.type, b=b.type, y=start.type)
+            text = _PRODUCT.format(name=op.name, a=a.type, b=b.type, y=start.type)
             replace_by(op, text, [a, b, start])

@@ -6,7 +6,7 @@ from typing import Any
 
 from lowering.stages.ir.barrier import behind_barrier
 from lowering.stages.ir.factors import is_weight
-from lowering.stages.ir.symbols import maker_of
+from lowering.stages.ir.symbols import maker_of, ops_of
 from lowering.stages.ir.templates import put
 from lowering.stages.ir.tensors import reordered
 from lowering.stages.ir.types import sizes_of, tensor
@@ -53,8 +53,8 @@ def put_channels_last(function: Any) -> None:
     Args:
         function: an entry point; its parameters are loads of globals, and transposed at load.
     """
-    for op in list(function.regions[0].blocks[0].operations):
-        if op.operation.name in _LAST and not _is_for_iree(op):
+    for op in ops_of(function):
+        if op.name in _LAST and not _is_for_iree(op):
             _put_channels_last(op)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from lowering.cpu import best_for
 from lowering.stages.ir.factors import is_plain, is_weight, shapes_of, transposed
 from lowering.stages.ir.structured import inputs_of, is_zeros, loop_of_index, maps_of
-from lowering.stages.ir.symbols import maker_of
+from lowering.stages.ir.symbols import maker_of, ops_of
 from lowering.stages.ir.templates import clones, put, replace_by, tiles_of_product
 from lowering.stages.ir.types import floats
 
@@ -99,7 +99,7 @@ def read_chosen(function: Any, features: Collection[str]) -> None:
     """
     if (block := best_for(features, _BLOCKS)) is None:
         return
-    for op in list(function.regions[0].blocks[0].operations):
+    for op in ops_of(function):
         if (product := _product_of(op, block)) is not None:
             replace_by(op, product.text(), [product.x, product.choice.matrices, _indices(product)])
 
@@ -202,7 +202,7 @@ def _choice_of(value: Any) -> _Choice | None:
     if maker_of(value) != "linalg.generic" or not (index := _index_of(value.owner)):
         return None
     op = value.owner
-    (read,) = (o for o in op.regions[0].blocks[0].operations if o.name == "tensor.extract")
+    (read,) = (o for o in ops_of(op) if o.name == "tensor.extract")
     after = transposed(read.operands[0], rank=3)
     matrices = read.operands[0] if after is None else after
     return _Choice(op, matrices, (before is None) != (after is None), index)

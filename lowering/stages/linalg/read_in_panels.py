@@ -19,7 +19,7 @@ from lowering.stages.ir.factors import (
 )
 from lowering.stages.ir.matrix_unit import COLUMNS, ROWS, has_tiles, suits_tiles
 from lowering.stages.ir.structured import RESHAPES, broadcast_inputs, is_elementwise, is_zeros
-from lowering.stages.ir.symbols import maker_of, origin_of
+from lowering.stages.ir.symbols import maker_of, ops_of, origin_of
 from lowering.stages.ir.templates import compilation_info, replace_by
 from lowering.stages.ir.types import floats, sizes_of, tensor
 from lowering.stages.ir.work_items import ANY_ROWS, work_item
@@ -150,7 +150,7 @@ def read_in_panels(function: Any, features: Collection[str]) -> None:
         return
     tiles = has_tiles(features)
     computed = set[Any]()  # by products, or of what they compute
-    for op in list(function.regions[0].blocks[0].operations):
+    for op in ops_of(function):
         if (product := _product_of(op, block, tiles=tiles)) is not None:
             if product.sizes[0] is None and _is_moved(op.operands[0]):
                 put_barriers(op, [0])
@@ -160,11 +160,11 @@ def read_in_panels(function: Any, features: Collection[str]) -> None:
             computed.update(op.results)
         elif not any(operand in computed for operand in op.operands):
             continue
-        elif op.operation.name == "linalg.transpose":
+        elif op.name == "linalg.transpose":
             put_barriers(op, [0])
         elif places := [i for i in broadcast_inputs(op) if op.operands[i] in computed]:
             put_barriers(op, places)
-        elif op.operation.name in RESHAPES or is_elementwise(op):
+        elif op.name in RESHAPES or is_elementwise(op):
             computed.update(op.results)
 
 

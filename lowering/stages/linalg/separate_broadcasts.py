@@ -7,6 +7,7 @@ from typing import Any
 
 from lowering.stages.ir.barrier import read_behind_barrier
 from lowering.stages.ir.structured import repeated_dims
+from lowering.stages.ir.symbols import ops_of
 
 _COLLAPSE = "tensor.collapse_shape"
 _CONVOLUTION = "linalg.conv_"
@@ -21,7 +22,7 @@ def separate_broadcasts(function: Any) -> None:
     Before: %x = linalg.generic {(d0, d1) -> (d1)} ins(%row) outs(%e); %y = linalg.matmul(%x, %w)
     After:  the same with %b = util.optimization_barrier %x; %y = linalg.matmul(%b, %w)
     """
-    for op in list(function.regions[0].blocks[0].operations):
+    for op in ops_of(function):
         repeated = repeated_dims(op)
         if any(rows <= repeated for rows in _rows_made_of(op, repeated)):
             read_behind_barrier(op.results[0])

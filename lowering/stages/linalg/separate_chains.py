@@ -6,6 +6,7 @@ from typing import Any
 
 from lowering.stages.ir.barrier import read_behind_barrier
 from lowering.stages.ir.structured import RESHAPES, inputs_of
+from lowering.stages.ir.symbols import ops_of
 
 # Of what a chain reads or makes; programs take more, with what stands beside the chain.
 _MOST_VALUES = 24
@@ -23,8 +24,7 @@ def separate_chains(function: Any) -> None:
     After:  the same with %b = util.optimization_barrier %23; %24 = linalg.generic ins(%b, %y)
     """
     values: dict[Any, frozenset[Any]] = {}  # what the chain that ends in a result reads and makes
-    for view in list(function.regions[0].blocks[0].operations):
-        op = view.operation
+    for op in ops_of(function):
         if op.name in RESHAPES:
             values[op.results[0]] = values.get(op.operands[0], frozenset([op.operands[0]]))
         elif op.name.startswith("linalg."):

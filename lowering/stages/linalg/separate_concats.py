@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import Any
 
 from lowering.stages.ir.structured import dim_of, is_of_nothing
-from lowering.stages.ir.symbols import maker_of, origin_of
+from lowering.stages.ir.symbols import maker_of, ops_of, origin_of
 from lowering.stages.ir.tensors import index_of, size_of
 from lowering.stages.ir.types import sizes_of
 
@@ -26,9 +26,9 @@ def separate_concats(function: Any) -> None:
             %1 = tensor.insert_slice %a into %i[0] [5] [1]
     """
     alike: dict[Any, list[Any]] = defaultdict(list)
-    for op in function.regions[0].blocks[0].operations:
-        if op.operation.name == "tensor.concat" and _is_of_whole_parts(op):
-            alike[op.results[0].type].append(op.operation)
+    for op in ops_of(function):
+        if op.name == "tensor.concat" and _is_of_whole_parts(op):
+            alike[op.results[0].type].append(op)
     for ops in alike.values():
         firsts: set[tuple[int, Any]] = set()
         for op in ops:

@@ -13,7 +13,7 @@ from lowering.stages.ir.structured import (
     makes_factor,
     products_of,
 )
-from lowering.stages.ir.symbols import maker_of, origin_of
+from lowering.stages.ir.symbols import maker_of, ops_of, origin_of
 from lowering.stages.ir.types import sizes_of
 
 
@@ -36,10 +36,10 @@ def separate_merges(function: Any) -> None:
             %z = linalg.batch_matmul ins(%y, ...); %c = util.optimization_barrier %a
             linalg.generic { addf } ins(%z, %c)
     """
-    ops = list(function.regions[0].blocks[0].operations)
-    places = {op.operation: place for place, op in enumerate(ops)}
+    ops = ops_of(function)
+    places = {op: place for place, op in enumerate(ops)}
     for op in ops:
-        if op.operation.name != "tensor.collapse_shape" or not _merges(op):
+        if op.name != "tensor.collapse_shape" or not _merges(op):
             continue
         if maker_of(op.operands[0]).startswith("linalg.") and makes_factor(op.results[0]):
             put_barriers(op, [0])

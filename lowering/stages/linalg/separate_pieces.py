@@ -6,6 +6,7 @@ from typing import Any
 
 from lowering.stages.ir.barrier import behind_barrier
 from lowering.stages.ir.structured import dim_of
+from lowering.stages.ir.symbols import ops_of
 from lowering.stages.ir.types import sizes_of
 
 
@@ -24,12 +25,12 @@ def separate_pieces(function: Any) -> None:
     """
     from iree.compiler import ir
 
-    ops = list(function.regions[0].blocks[0].operations)
-    has_updates = any(op.operation.name == "tensor.insert_slice" for op in ops)
+    ops = ops_of(function)
+    has_updates = any(op.name == "tensor.insert_slice" for op in ops)
     for op in ops:
-        if op.operation.name != "tensor.concat":
+        if op.name != "tensor.concat":
             continue
         with ir.InsertionPoint(op):
             for i, piece in enumerate(list(op.operands)):
                 if sizes_of(piece.type)[dim_of(op)] == 1:
-                    op.operation.operands[i] = behind_barrier(piece, stays=has_updates)
+                    op.operands[i] = behind_barrier(piece, stays=has_updates)

@@ -13,7 +13,7 @@ from lowering.stages.ir.structured import (
     loops_of,
     maps_of,
 )
-from lowering.stages.ir.symbols import maker_of, origin_of
+from lowering.stages.ir.symbols import maker_of, ops_of, origin_of
 
 # Where a dimension of a reduction's result is in a value made from it: a dimension of the value,
 # and what happened to it on the way (slices, splits); None if it is gone.
@@ -36,8 +36,8 @@ def separate_reads(function: Any) -> None:
     After:  the same with %c = util.optimization_barrier %s; %b = expand_shape %c
     """
     reads: dict[Any, _Reads] = {}
-    for op in list(function.regions[0].blocks[0].operations):
-        name = op.operation.name
+    for op in ops_of(function):
+        name = op.name
         if name in _VIEWS:
             places = _VIEWS[name](op)
             reads[op.results[0]] = _moved(reads.get(op.operands[0], {}), places)
@@ -45,7 +45,7 @@ def separate_reads(function: Any) -> None:
             _visit_generic(op, reads)
         elif name.startswith("linalg.") and name != "linalg.fill":  # a contraction
             for result in op.results:
-                reads[result] = {op.operation: _all_of(_rank(result))}
+                reads[result] = {op: _all_of(_rank(result))}
 
 
 def _visit_generic(op: Any, reads: dict[Any, _Reads]) -> None:
@@ -78,10 +78,9 @@ def _read_by_index(op: Any) -> list[tuple[Any, int, list[_Place]]]:
     Returns:
         For each the op in the body, the place of its operand, and the loop of each dimension.
     """
-    body = (inner.operation for inner in op.regions[0].blocks[0].operations)
     return [
         (inner, 0, [_loop(index) for index in list(inner.operands)[1:]])
-        for inner in body
+        for inner in ops_of(op)
         if inner.name == "tensor.extract"
     ]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from lowering.stages.ir.barrier import behind_barrier
 from lowering.stages.ir.structured import inputs_of
+from lowering.stages.ir.symbols import ops_of
 
 _MOST_VALUES = 24  # that the chains of one program read or make; each may be a binding
 
@@ -49,8 +50,7 @@ def _values(chain: list[Any]) -> int:
 def _chains(function: Any) -> list[list[Any]]:
     """Find the ops on single numbers, those that read each other together."""
     chains: dict[Any, list[Any]] = {}  # by the values that are made
-    for view in function.regions[0].blocks[0].operations:
-        op = view.operation
+    for op in ops_of(function):
         if op.name != "linalg.generic" or len(op.attributes["iterator_types"]):
             continue
         read = {id(chains[v]): chains[v] for v in inputs_of(op) if v in chains}

@@ -7,6 +7,7 @@ from typing import Any
 from lowering.stages.ir.barrier import read_behind_barrier
 from lowering.stages.ir.factors import is_weight
 from lowering.stages.ir.structured import RESHAPES, VIEWS, makes_factor
+from lowering.stages.ir.symbols import ops_of
 
 
 def separate_slices(function: Any) -> None:
@@ -31,8 +32,8 @@ def separate_slices(function: Any) -> None:
             %1 = linalg.generic {%e = tensor.extract %0[%i, %j]}
     After:  the same with %b = util.optimization_barrier %0; %e = tensor.extract %b[%i, %j]
     """
-    for op in list(function.regions[0].blocks[0].operations):
-        if op.operation.name != "tensor.extract_slice":
+    for op in ops_of(function):
+        if op.name != "tensor.extract_slice":
             continue
         is_misread = _has_gaps(op) and _is_indexed(op.result)
         is_packed_there = not op.result.type.has_static_shape or (

@@ -6,7 +6,7 @@ from typing import Any
 
 from lowering.stages.ir.barrier import behind_barrier
 from lowering.stages.ir.structured import VIEWS, inputs_of, is_elementwise, is_of_nothing
-from lowering.stages.ir.symbols import maker_of
+from lowering.stages.ir.symbols import maker_of, ops_of
 from lowering.stages.ir.templates import put
 from lowering.stages.ir.tensors import computed
 from lowering.stages.ir.types import is_tensor
@@ -43,8 +43,8 @@ def separate_writes(function: Any) -> None:
     """
     from iree.compiler import ir
 
-    for op in list(function.regions[0].blocks[0].operations):
-        if op.operation.name != _INSERT and not op.operation.name.startswith("tm_tensor."):
+    for op in ops_of(function):
+        if op.name != _INSERT and not op.name.startswith("tm_tensor."):
             continue
         for i, target in enumerate(list(op.operands)):
             if not is_tensor(target) or only_reads(op, i):
@@ -52,8 +52,8 @@ def separate_writes(function: Any) -> None:
             others = [o for k, o in enumerate(op.operands) if k != i and is_tensor(o)]
             is_own = any(_root(other) == _root(target) for other in others)
             if is_own or _is_read_elsewhere(target, op) or _is_made_again(target, function):
-                with op.operation.location, ir.InsertionPoint(op):
-                    op.operation.operands[i] = _copied(target)
+                with op.location, ir.InsertionPoint(op):
+                    op.operands[i] = _copied(target)
 
 
 def _root(value: Any) -> Any:
@@ -97,7 +97,7 @@ def _is_made_again(value: Any, function: Any) -> bool:
     if ir.RankedTensorType(made.type).has_static_shape:
         return False  # merged already
     name, kind = made.owner.name, str(made.type)
-    others = [op.operation for op in function.regions[0].blocks[0].operations if op != made.owner]
+    others = [op.operation for op in ops_of(function) if op != made.owner]
     alike = [op for op in others if op.name == name and is_of_nothing(op)]
     return any(str(result.type) == kind for op in alike for result in op.results)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lowering.stages.ir.symbols import ops_of
+
 # Of `arith.cmpf`: predicate -> which operand goes where it belongs if it is NaN.
 _LESS_OR_EQUAL, _GREATER_OR_EQUAL, _UNORDERED = 5, 3, 14
 _IN_PLACE = {_LESS_OR_EQUAL: 1, _GREATER_OR_EQUAL: 0}
@@ -20,18 +22,18 @@ def sort_nans(function: Any) -> None:
     """
     from iree.compiler import ir
 
-    for op in list(function.regions[0].blocks[0].operations):
-        if op.operation.name != "tm_tensor.sort":
+    for op in ops_of(function):
+        if op.name != "tm_tensor.sort":
             continue
-        for compare in list(op.regions[0].blocks[0].operations):
-            if compare.operation.name != "arith.cmpf":
+        for compare in ops_of(op):
+            if compare.name != "arith.cmpf":
                 continue
             predicate = compare.attributes["predicate"]
             number = compare.operands[_IN_PLACE[ir.IntegerAttr(predicate).value]]
             unordered = ir.IntegerAttr.get(ir.IntegerAttr(predicate).type, _UNORDERED)
             (reader,) = (use.owner.operation for use in compare.result.uses)
-            with compare.operation.location, ir.InsertionPoint(reader):
-                is_nan = compare.operation.clone()
+            with compare.location, ir.InsertionPoint(reader):
+                is_nan = compare.clone()
                 is_nan.attributes["predicate"] = unordered
                 is_nan.operands[0] = is_nan.operands[1] = number
                 either = ir.Operation.create(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowering.stages.ir.factors import is_plain
-from lowering.stages.ir.symbols import maker_of
+from lowering.stages.ir.symbols import maker_of, ops_of
 from lowering.stages.ir.tensors import reordered
 
 _PRODUCT, _COLLAPSE, _TRANSPOSE = "linalg.batch_matmul", "tensor.collapse_shape", "linalg.transpose"
@@ -25,9 +25,9 @@ def transpose_last(function: Any) -> None:
             %rows = tensor.collapse_shape %moved [[0, 1], [2], [3]]
             %stack = linalg.transpose %rows permutation = [0, 2, 1]
     """
-    for op in list(function.regions[0].blocks[0].operations):
-        if op.operation.name == _PRODUCT and is_plain(op.operation, 3):
-            _turn_factor(op.operation)
+    for op in ops_of(function):
+        if op.name == _PRODUCT and is_plain(op, 3):
+            _turn_factor(op)
 
 
 def _turn_factor(product: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lowering.stages.ir.barrier import behind_barrier
 from lowering.stages.ir.structured import PRODUCTS, RESHAPES, inputs_of, is_elementwise
-from lowering.stages.ir.symbols import maker_of
+from lowering.stages.ir.symbols import maker_of, ops_of
 from lowering.stages.ir.tensors import computed
 from lowering.stages.ir.types import is_tensor
 
@@ -30,7 +30,7 @@ def widen_masks(function: Any) -> None:
     """
     computed = set[Any]()  # by products, or of what they compute
     bytes_of = dict[Any, Any]()
-    for op in [op.operation for op in function.regions[0].blocks[0].operations]:
+    for op in ops_of(function):
         if op.name in PRODUCTS:
             computed.update(op.results)
         elif any(operand in computed for operand in op.operands):

@@ -20,7 +20,7 @@ from lowering.stages.flow.rows.graph import (
 from lowering.stages.ir.device_programs import LOAD, STORE, argument_of, is_whole
 from lowering.stages.ir.sizes import Size, product, sizes_in
 from lowering.stages.ir.structured import inputs_of, loops_of, maps_of
-from lowering.stages.ir.symbols import maker_of
+from lowering.stages.ir.symbols import maker_of, ops_of
 from lowering.stages.linalg.read_in_panels import PANELS
 
 DTYPES = frozenset({"f16", "bf16", "f32", "f64", "i8", "i16", "i32", "i64"})  # of tensors
@@ -48,8 +48,8 @@ def shape_of_rows(function: Any, given: Sequence[Any]) -> Shape | None:
         function: of a device program.
         given: what that is dispatched with.
     """
-    for op in function.regions[0].blocks[0].operations:
-        name, sizes = op.operation.name, None
+    for op in ops_of(function):
+        name, sizes = op.name, None
         if PANELS in op.attributes and (loops := _sizes(op, given)) is not None:
             return loops[0], product(loops[1:-1])
         if name == "linalg.generic" and "reduction" in str(op.attributes["iterator_types"]):
@@ -320,7 +320,7 @@ def _attributes(op: Any) -> str:
 
 def _is_as_written(op: Any) -> bool:
     """Say whether a product is still what was marked: IREE may have it read a factor transposed."""
-    body = [inner.operation.name for inner in op.regions[0].blocks[0].operations]
+    body = [inner.name for inner in ops_of(op)]
     return _maps(op) == _PRODUCT_LOOPS and body == ["arith.mulf", "arith.addf", "linalg.yield"]
 
 
