@@ -82,6 +82,6 @@ def _tiled_dimension(pack: Any) -> tuple[int, int] | None:
         if op.name != "affine.delinearize_index":
             continue
         index, (*_, tile) = op.operands[0], op.attributes["static_basis"]
-        if tile == rows and isinstance(index.owner, ir.Block):
+        if tile == rows and not maker_of(index):
             found.add(ir.BlockArgument(index).arg_number)
     return (found.pop(), rows) if len(found) == 1 else None

@@ -73,11 +73,10 @@ class Loop:
 
     def copy(self, value: Any, copies: dict[Any, Any]) -> Any:
         """Compute a value of the loops again, at the insertion point, from those in `copies`."""
-        from iree.compiler import ir
 
         if value not in copies:
             owner = value.owner
-            is_inside = not isinstance(owner, ir.Block) and any(
+            is_inside = maker_of(value) and any(
                 owner.operation.block == level.body for level in self.levels
             )
             if not is_inside:

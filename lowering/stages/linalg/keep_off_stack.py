@@ -6,7 +6,8 @@ from typing import Any
 
 from lowering.stages.ir.barrier import behind_barrier, read_behind_barrier
 from lowering.stages.ir.structured import inputs_of, is_of_nothing
-from lowering.stages.ir.symbols import ops_of
+from lowering.stages.ir.symbols import maker_of, ops_of
+from lowering.stages.ir.types import sizes_of
 
 _PUTS = frozenset({"tensor.concat", "tensor.insert_slice", "tensor.pad"})
 
@@ -30,7 +31,7 @@ def keep_off_stack(function: Any) -> None:
         _keep_read(op)
         for result in op.results:
             readers = {use.owner.operation.name for use in result.uses}
-            is_left = not readers and len(op.results) > 1 and _is_dynamic(result)
+            is_left = not readers and len(op.results) > 1 and None in sizes_of(result.type)
             if is_left or readers & _PUTS:
                 read_behind_barrier(result)
 
@@ -39,13 +40,7 @@ def _keep_read(op: Any) -> None:
     from iree.compiler import ir
 
     for i, value in enumerate(inputs_of(op)):
-        is_made = not isinstance(value.owner, ir.Block) and is_of_nothing(value.owner)
-        if is_made and _is_dynamic(value):
+        is_made = maker_of(value) and is_of_nothing(value.owner)
+        if is_made and None in sizes_of(value.type):
             with op.location, ir.InsertionPoint(op):
                 op.operands[i] = behind_barrier(value)
-
-
-def _is_dynamic(value: Any) -> bool:
-    from iree.compiler import ir
-
-    return not ir.RankedTensorType(value.type).has_static_shape

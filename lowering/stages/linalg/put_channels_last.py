@@ -59,10 +59,8 @@ def put_channels_last(function: Any) -> None:
 
 
 def _is_for_iree(op: Any) -> bool:
-    from iree.compiler import ir
-
-    kinds = [ir.RankedTensorType(operand.type) for operand in op.operands]
-    return is_weight(op.operands[1]) and all(kind.has_static_shape for kind in kinds)
+    sizes = [size for operand in op.operands for size in sizes_of(operand.type)]
+    return is_weight(op.operands[1]) and None not in sizes
 
 
 def _put_channels_last(op: Any) -> None:

@@ -117,9 +117,7 @@ def _moved(reads: _Reads, places: Sequence[_Place]) -> _Reads:
 
 def _behind_barrier(value: Any) -> Any:
     """Give the value again, behind a barrier that stands before its views (IREE asks for that)."""
-    from iree.compiler import ir
-
-    if isinstance(value.owner, ir.Block) or value.owner.operation.name not in _VIEWS:
+    if maker_of(value) not in _VIEWS:
         return behind_barrier(value)
     source = _behind_barrier(value.owner.operands[0])
     view = value.owner.operation.clone()

@@ -9,7 +9,7 @@ from lowering.stages.ir.structured import VIEWS, inputs_of, is_elementwise, is_o
 from lowering.stages.ir.symbols import maker_of, ops_of
 from lowering.stages.ir.templates import put
 from lowering.stages.ir.tensors import computed
-from lowering.stages.ir.types import is_tensor
+from lowering.stages.ir.types import is_tensor, sizes_of
 from lowering.stages.linalg.keep_arguments import only_reads
 
 # Each number goes through bits that the compiler does not know to be zeros: a copy that stays.
@@ -58,15 +58,13 @@ def separate_writes(function: Any) -> None:
 
 def _root(value: Any) -> Any:
     """Return what a value is a part of, or the same numbers in another order."""
-    from iree.compiler import ir
-
-    while not isinstance(value.owner, ir.Block) and _moves(value.owner):
+    while maker_of(value) and _moves(value.owner):
         value = value.owner.operands[0]
     return value
 
 
 def _moves(op: Any) -> bool:
-    if op.operation.name in _MOVES:
+    if op.name in _MOVES:
         return True
     if not is_elementwise(op) or len(inputs_of(op)) != 1:
         return False
@@ -76,28 +74,24 @@ def _moves(op: Any) -> bool:
 
 def _is_read_elsewhere(value: Any, reader: Any) -> bool:
     """Say whether an op other than one reads a value, or what the value is a part of."""
-    from iree.compiler import ir
-
     while True:
         users = [use.owner.operation for use in value.uses]
         if any(user != reader.operation and user.name != "tensor.dim" for user in users):
             return True
-        if isinstance(value.owner, ir.Block) or not _moves(value.owner):
+        if not maker_of(value) or not _moves(value.owner):
             return False
         reader, value = value.owner, value.owner.operands[0]
 
 
 def _is_made_again(value: Any, function: Any) -> bool:
     """Say whether a value of dynamic sizes is made of no tensor, and may be made so once more."""
-    from iree.compiler import ir
-
     made = _root(value)
-    if isinstance(made.owner, ir.Block) or not is_of_nothing(made.owner):
+    if not maker_of(made) or not is_of_nothing(made.owner):
         return False
-    if ir.RankedTensorType(made.type).has_static_shape:
+    if None not in sizes_of(made.type):
         return False  # merged already
     name, kind = made.owner.name, str(made.type)
-    others = [op.operation for op in ops_of(function) if op != made.owner]
+    others = [op for op in ops_of(function) if op != made.owner]
     alike = [op for op in others if op.name == name and is_of_nothing(op)]
     return any(str(result.type) == kind for op in alike for result in op.results)
 
