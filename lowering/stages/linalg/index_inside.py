@@ -11,7 +11,7 @@ from lowering.stages.ir.structured import (
     maps_of,
     repeated_dims,
 )
-from lowering.stages.ir.symbols import maker_of
+from lowering.stages.ir.symbols import maker_of, ops_of
 from lowering.stages.ir.templates import copied
 
 _BY_ITSELF = ("arith.", "linalg.yield")  # what only depends on its operands
@@ -28,8 +28,7 @@ def index_inside(function: Any) -> None:
             %3 = linalg.generic {(d0, d1) -> (d0, d1)} ins(%2) { tensor.extract %w[%in, %d1] }
     After:  %3 = linalg.generic {(d0, d1) -> (d0)} ins(%i) { tensor.extract %w[maxsi(%in, 0), %d1] }
     """
-    for view in function.regions[0].blocks[0].operations:
-        op = view.operation
+    for op in ops_of(function):
         if is_elementwise(op) and _reads_by_index(op):
             for place in range(len(inputs_of(op))):
                 while _is_of_one(op.operands[place]):
@@ -37,7 +36,7 @@ def index_inside(function: Any) -> None:
 
 
 def _reads_by_index(op: Any) -> bool:
-    return any(o.operation.name == "tensor.extract" for o in op.regions[0].blocks[0].operations)
+    return any(inner.name == "tensor.extract" for inner in ops_of(op))
 
 
 def _is_of_one(value: Any) -> bool:
@@ -53,7 +52,7 @@ def _is_of_one(value: Any) -> bool:
         is_elementwise(op)
         and [v.type for v in inputs_of(op)] == [value.type]
         and len(maps) == 1
-        and all(o.operation.name.startswith(_BY_ITSELF) for o in body.operations)
+        and all(inner.name.startswith(_BY_ITSELF) for inner in ops_of(op))
         and not any(True for _ in body.arguments[1].uses)  # what the result starts from
     )
 
