@@ -60,6 +60,12 @@ def steps_with_sums(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     return steps_of(x, *(other.sum(-1, keepdim=True) for other in others)) + x
 
 
+def shares_of_distances(x: torch.Tensor) -> torch.Tensor:
+    far = x - x.mean(0)
+    products = far.t() @ x
+    return (products.abs() / products.abs().sum(1, keepdim=True)) @ far.t()
+
+
 HEADS = ((2, 4, 17, 16),) * 3
 PROGRAMS: dict[str, Program] = {
     "one row": (lambda x, w: F.linear(x.expand(2, 32), w), ((1, 32), (32, 32))),
@@ -86,6 +92,7 @@ PROGRAMS: dict[str, Program] = {
     "heads that are computed": (attention_of_heads, ((2, 136, 64), (64, 64))),
     "80 tensors": (steps_of, ((8, 16),) * 80),
     "sums of 40 tensors": (steps_with_sums, ((8, 16),) * 40),
+    "sums of rows and columns": (shares_of_distances, ((19, 24),)),
     "split rows": (split_rows, ((26, 16), (32, 16), (2, 32, 8))),
 }
 

@@ -16,6 +16,7 @@ from lowering.stages.ir.device_programs import (
     results_of,
     set_type,
 )
+from lowering.stages.ir.structured import is_elementwise
 from lowering.stages.ir.symbols import inside, maker_of, symbol_of, walk
 from lowering.stages.ir.types import sizes_of
 
@@ -33,6 +34,10 @@ def separate_packing(module: Any) -> None:
     13 + 13 rows make two tiles of 16 as 26 do. `linear(x) @ y` of two texts of 13 tokens was wrong,
     and grouped attention of 4 heads on 2 of keys. In a program that does nothing but pack, there is
     no split.
+
+    So it is for what is packed, of unknown sizes, where it is also summed up (`x - x.mean(0)` in a
+    covariance): IREE refuses its own code ("'affine.delinearize_index' op no basis element may be
+    statically non-positive").
 
     Before: flow.executable @a: %1 = tensor.expand_shape %0 [[0, 1], [2]] output_shape [2, 13, 64]
                                 store(set_encoding %1)
@@ -63,12 +68,15 @@ def separate_packing(module: Any) -> None:
 def _unfit_packs(function: Any) -> list[Any]:
     ops = list(walk(function))
     has_panels = any("compilation_info" in op.attributes for op in ops)
+    reduces = any(op.name == "linalg.generic" and not is_elementwise(op) for op in ops)
     packs = [op for op in ops if op.name == _PACKS]
     makers = [maker_of(op.operands[0]) for op in packs]
     return [
         op
         for op, maker in zip(packs, makers, strict=True)
-        if (maker == _SPLITS and _is_misread(op)) or (maker == _MERGES and has_panels)
+        if (maker == _SPLITS and _is_misread(op))
+        or (maker == _MERGES and has_panels)
+        or (reduces and None in sizes_of(op.operands[0].type))
     ]
 
 
