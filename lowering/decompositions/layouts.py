@@ -11,6 +11,7 @@ from torch._prims_common import (
     is_contiguous_or_false,
     suggest_memory_format,
 )
+from torch.fx.experimental.symbolic_shapes import has_guarding_hint
 from torch.utils import _pytree as pytree
 
 from lowering.decompositions.tables import Decomposition
@@ -32,6 +33,27 @@ def _image(result: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
 
 def _gradient_of_image(result: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
     return _image(result, args[1:3]) if result.dim() == 4 else result
+
+
+def _convolved(result: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
+    """Put channels where they are in what PyTorch's kernel for such a convolution makes."""
+    image, weight, bias, *amounts = args
+    if not all(map(has_guarding_hint, (*image.shape, *weight.shape))):
+        return _image(result, args)
+    made = torch._C._select_conv_backend(image, weight, bias, *amounts)
+    if weight.dim() > 3:
+        how = torch._C._conv_determine_backend_memory_format(image, weight, made)
+        return result.contiguous(memory_format=how)
+    # Of a line, it is an image of one row.
+    row, weight_row = image.contiguous().unsqueeze(2), weight.unsqueeze(2)
+    how = torch._C._conv_determine_backend_memory_format(row, weight_row, made)
+    return result.unsqueeze(2).contiguous(memory_format=how).squeeze(2)
+
+
+def _gradient_of_convolved(result: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
+    image, weight, _, *amounts = args[1:10]
+    is_of_bias = result.dim() == 1
+    return result if is_of_bias else _convolved(result, (image, weight, None, *amounts))
 
 
 def _natural(result: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
@@ -67,8 +89,8 @@ LAYOUTS: Mapping[torch._ops.OpOverload, Layout] = {
     aten.adaptive_max_pool2d_backward.default: _gradient_of_image,
     aten.avg_pool2d_backward.default: _gradient_of_image,
     aten.baddbmm.default: _natural,
-    aten.convolution.default: _image,
-    aten.convolution_backward.default: _gradient_of_image,
+    aten.convolution.default: _convolved,
+    aten.convolution_backward.default: _gradient_of_convolved,
     aten.cummax.default: _natural,
     aten.cummin.default: _natural,
     aten.diagonal_scatter.default: _like_first,

@@ -20,6 +20,15 @@ INPUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "transposed": lambda x: x.mT.contiguous().mT,
     "permuted": lambda x: x.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0),
 }
+
+
+def space(image: torch.Tensor) -> torch.Tensor:
+    """Make a space of two layers of images; its channels come last where theirs do."""
+    is_last = image.is_contiguous(memory_format=LAST)
+    how = torch.channels_last_3d if is_last else torch.contiguous_format
+    return torch.stack([image, image + 1], 2).contiguous(memory_format=how)
+
+
 FLASH = aten._scaled_dot_product_flash_attention_for_cpu
 FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 CALLS: dict[str, tuple[Any, Callable[[torch.Tensor], list[Any]]]] = {
@@ -43,6 +52,35 @@ CALLS: dict[str, tuple[Any, Callable[[torch.Tensor], list[Any]]]] = {
         lambda x: [
             *(x.new_ones(2, 6, 17, 19), x, x.new_ones(4, 3, 3, 3), [0]),
             *([2, 2], [0, 0], [1, 1], True, [0, 0], 2, [True, True, False]),
+        ],
+    ),
+    "gradients of rows": (
+        aten.convolution_backward.default,
+        lambda x: [
+            *(x.new_ones(2, 6, 70), x[:, :, :, 0], x.new_ones(6, 2, 3).mT.contiguous().mT, [6]),
+            *([1], [32], [1], False, [0], 2, [True, True, True]),
+        ],
+    ),
+    "spaces": (
+        aten.convolution.default,
+        lambda x: [
+            *(space(x), space(x.new_ones(4, 3, 3, 2)), None),
+            *([1, 1, 1], [0, 0, 0], [1, 1, 1], True, [0, 0, 0], 2),
+        ],
+    ),
+    "gradients of spaces": (
+        aten.convolution_backward.default,
+        lambda x: [
+            *(x.new_ones(2, 6, 2, 7, 8), space(x), x.new_ones(6, 4, 1, 2, 2), [6]),
+            *([1, 1, 1], [0, 0, 0], [1, 1, 1], False, [0, 0, 0], 1, [True, True, True]),
+        ],
+    ),
+    "gradients of spaces in bf16": (
+        aten.convolution_backward.default,
+        lambda x: [
+            *(x.new_ones(2, 6, 4, 9, 10).bfloat16(), space(x).bfloat16()),
+            *(x.new_ones(4, 3, 3, 2, 2).bfloat16(), [0]),
+            *([1, 1, 1], [0, 0, 0], [1, 1, 1], True, [0, 0, 0], 2, [True, True, False]),
         ],
     ),
     "gradients of means": (
