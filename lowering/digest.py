@@ -35,7 +35,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     """Return the SHA-256 of a tensor's bytes, dense and in the order of its dimensions."""
     stored = tensor.detach().resolve_conj().resolve_neg()
     data = stored.contiguous().reshape(-1).view(torch.uint8)
-    return bytes_digest(data.numpy().data)
+    return bytes_digest(data.numpy(force=True).data)  # zeros may have no memory, and refuse else
 
 
 def is_same_value(one: torch.Tensor, other: torch.Tensor) -> bool:

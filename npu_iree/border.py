@@ -145,8 +145,8 @@ class Import:
         return known if is_there else None
 
     def _remember(self, tensor: torch.Tensor, address: int) -> None:
-        if address % self._device.target.alignment_bytes:
-            return
+        if address % self._device.target.alignment_bytes or not storage_address(tensor):
+            return  # without an address are zeros that have no memory
         memory = bytes_at(address, tensor.nbytes, owner=None)
         alias = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
         view, ready = self._device.memory.put(alias, NOW, self._crossing.name, self._is_given)

@@ -26,7 +26,7 @@ from npu_iree.arenas import Arenas
 from npu_iree.array import DeviceArray, KeptArray
 from npu_iree.blocks import Blocks
 from npu_iree.errors import IN_A_CHILD, ArgumentError, DeviceError, NpuIreeError, TargetError
-from npu_iree.frozen import address_of
+from npu_iree.frozen import address_of, storage_address
 from npu_iree.memory import MEMORIES, Memory
 from npu_iree.targets import Target, find_target
 from npu_iree.timeline import NOW, Gate, Timepoint, Work, joined, wait_all
@@ -288,6 +288,8 @@ def why_not_in_place(stored: torch.Tensor, alignment_bytes: int) -> str:
         return "not dense in the order that was compiled for"
     if stored.is_conj() or stored.is_neg():
         return "a lazy conjugate or negative"
+    if stored.numel() and not storage_address(stored):
+        return "zeros that have no memory"
     if address_of(stored) % alignment_bytes:
         return f"not aligned to {alignment_bytes} bytes"
     return ""

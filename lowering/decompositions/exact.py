@@ -29,6 +29,14 @@ def add(x: torch.Tensor, y: torch.Tensor | Number, *, alpha: Number = 1) -> Any:
     return torch.logical_or(x, flag if alpha else torch.zeros_like(flag))
 
 
+def efficient_zeros(size: Sequence[int], **how: Any) -> torch.Tensor:
+    """Decompose `aten._efficientzerotensor`, which has no memory, into zeros that have.
+
+    Derivatives of derivatives are full of it: what is constant changes by nothing.
+    """
+    return torch.zeros(size, **how)
+
+
 def neg(x: torch.Tensor) -> Any:
     """Decompose `aten.neg` on integers into a multiplication, which wraps as it should."""
     is_inexact = x.dtype.is_floating_point or x.dtype.is_complex
@@ -177,6 +185,7 @@ def logspace(
 DECOMPOSITIONS = {
     aten.abs.default: absolute,
     aten.add.Scalar: add,
+    aten._efficientzerotensor.default: efficient_zeros,
     aten.add.Tensor: add,
     aten.bitwise_or.Scalar: functools.partial(with_number, torch.bitwise_or),
     aten.bitwise_xor.Scalar: functools.partial(with_number, torch.bitwise_xor),

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from npu_iree.border import Crossing, fetch, put_in_place
+from npu_iree.border import Crossing, Import, fetch, put_in_place
 from npu_iree.device import open_device
 from npu_iree.targets import find_target
 from tolerances import assert_same
@@ -152,6 +152,15 @@ def test_an_empty_tensor_of_any_strides_goes_in_and_out(target: str) -> None:
     array = put_in_place(device, empty, crossing, [])
     (back,) = fetch(device, [array], [crossing], "a test", [])
     assert_same(back, empty)
+
+
+def test_zeros_without_memory_go_in_again_and_again(target: str) -> None:
+    device, imported = open_device(find_target(target)), list[torch.Tensor]()
+    zeros = torch._efficientzerotensor(32)[16:]  # its place would be one that is in line
+    known = Import(device, Crossing.of("zeros", (0,)), is_given=False)
+    arrays = [known.put(zeros, imported) for _ in range(4)]
+    for array in arrays:
+        assert_same(array.to_host(timeout_s=5), torch.zeros(16))
 
 
 def test_one_compile_serves_every_alignment(target: str, counts: Counter[str]) -> None:

@@ -160,6 +160,7 @@ def test_transforms() -> None:
             "grad": torch.func.grad(loss)(x),
             "vmap of grad": torch.func.vmap(torch.func.grad(loss))(rows),
             "jvp": torch.func.jvp(loss, (x,), (x,)),
+            "jacfwd of jacfwd": torch.func.jacfwd(torch.func.jacfwd(loss))(x),
             "jacrev": torch.func.jacrev(lambda x: torch.tanh(x @ weight))(x),
         }
 
