@@ -20,7 +20,7 @@ from npu_iree import bundles
 from npu_iree.cause import Cause
 from npu_iree.device import open_device
 from npu_iree.donation import NOTHING, Donated
-from npu_iree.errors import EagerOnlyError, NotCompiledError
+from npu_iree.errors import EagerOnlyError, NotCompiledError, NpuIreeError
 from npu_iree.executable import Executable
 from npu_iree.options import Options
 from npu_iree.report import CompileReport, tell
@@ -29,6 +29,7 @@ from npu_iree.runner import Runner
 from npu_iree.shared_graph import SharedGraph, for_each_model
 from npu_iree.toolchain import compiler_for
 from npu_iree.torch_device import graphs
+from npu_iree.transforms import teller, why_in_eager
 
 log = logging.getLogger(__name__)
 _GRAPH_NUMBERS = itertools.count()
@@ -92,6 +93,8 @@ class AotGraph:
                 runner = graphs.eager_runner(captured)
         is_direct = not (captured.handles or captured.kept or taken.views)
         run = taken.run_by(runner, donated, self.returned)
+        if self.kind == "backward":
+            run = taken.not_transformed(run, self.options.fallback)
         return LoadedGraph(run, loaded, every if is_direct else None)
 
     def take(self, graph_module: fx.GraphModule) -> TakenGraph:
@@ -148,6 +151,28 @@ class TakenGraph:
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
+
+    def not_transformed(
+        self, run: Callable[[list[Any]], list[Any]], fallback: str
+    ) -> Callable[[list[Any]], list[Any]]:
+        """Return what runs the calls in eager that no region can: those of PyTorch's transforms.
+
+        Args:
+            run: what runs the others.
+            fallback: the option.
+        """
+        tell = teller(fallback)
+
+        def call(args: list[Any]) -> list[Any]:
+            if not (reason := why_in_eager(args)):
+                return run(args)
+            if self.captured.handles:
+                raise NpuIreeError(f"{reason}; call the function itself, not compiled")
+            tell(reason)
+            return self.run_by(graphs.eager_runner(self.captured))(args)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from npu_iree.aot import allow_second_backward, aot_backend, metadata, needs_no_
 from npu_iree.aot_graph import AotGraph
 from npu_iree.cause import Cause
 from npu_iree.donation import NOTHING, Donated, donated_inputs, refuse_what_lives_on
-from npu_iree.errors import EagerOnlyError, NpuIreeError, OptionError
+from npu_iree.errors import EagerOnlyError, OptionError
 from npu_iree.frozen import can_freeze
 from npu_iree.options import Options
 from npu_iree.precompiled import is_precompiling, precompiled
@@ -28,6 +28,7 @@ from npu_iree.runner import Runner
 from npu_iree.shared_graph import SharedGraph
 from npu_iree.torch_device import graphs
 from npu_iree.torch_device.current import is_on_npu
+from npu_iree.transforms import teller, without_tangents
 from npu_iree.versions import check_versions
 from npu_iree.workers import compile_service
 
@@ -82,8 +83,11 @@ def _compiled(graph_module: fx.GraphModule, source: Source, options: Options) ->
     compiled: Callable[..., Any] = backend(graph_module, list(source.inputs))
     runner = source.inferred[-1] if source.inferred else None
     if runner is not None and needs_no_wrapper(runner.plan, graph_module, source.inputs):
-        return runner
-    return compiled if is_precompiling() else _guarded(compiled, graph_module, source, options)
+        return without_tangents(runner.run, graph_module, options.fallback)
+    if is_precompiling():
+        return compiled
+    guarded = _guarded(compiled, graph_module, source, options)
+    return without_tangents(lambda args: guarded(*args), graph_module, options.fallback)
 
 
 def _start_worker(options: Options) -> None:
@@ -99,7 +103,7 @@ def _guarded(
 
     And where it writes to tensors of `inference_mode` outside of it, which eager refuses.
     """
-    aliases, warn = source.aliases(), functools.cache(log.warning)
+    aliases, tell = source.aliases(), teller(options.fallback)
     if aliases is None:
         return compiled
 
@@ -110,9 +114,7 @@ def _guarded(
             return graph_module(*args)  # which raises
         if aliases.are_as_compiled(args):
             return compiled(*args)
-        if options.fallback == "error":
-            raise NpuIreeError(OTHER_ALIASES)
-        warn("calls run in eager: %s", OTHER_ALIASES)
+        tell(OTHER_ALIASES)
         return graph_module(*args)
 
     return run

@@ -27,6 +27,7 @@ from npu_iree.bundles import built_bytes
 from npu_iree.cause import Cause
 from npu_iree.errors import ArtifactError, NpuIreeError
 from npu_iree.graph_bytes import graph_bytes, graph_from_bytes
+from npu_iree.transforms import TANGENTS, have_tangents
 from npu_iree.versions import check_versions
 
 
@@ -91,9 +92,12 @@ class PrecompiledGraph(OutputCode):
         """Run it on arguments that are taken out of their list.
 
         Raises:
-            NpuIreeError: arguments that it writes to share memory in another way.
+            NpuIreeError: arguments that it writes to share memory in another way, or they carry
+                tangents.
         """
         assert self.run is not None
+        if self.graph.kind != "backward" and have_tangents(inputs):
+            raise NpuIreeError(TANGENTS)
         if self.aliases is not None and not self.aliases.are_as_compiled(inputs):
             raise NpuIreeError(OTHER_ALIASES)
         return self.run(inputs)  # type: ignore[arg-type]

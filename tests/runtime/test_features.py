@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import npu_iree
+from npu_iree.transforms import TANGENTS, teller
 from tolerances import assert_same
 
 pytestmark = pytest.mark.usefixtures("shared_cache")
@@ -165,6 +168,33 @@ def test_transforms() -> None:
         }
 
     check(every, data(5, 4), data(4), fullgraph=True)
+
+
+def test_transforms_from_outside_run_in_eager_and_are_told(
+    counts: Counter[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) * x
+
+    def every(function: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+        x, rows = data(3).requires_grad_(), torch.eye(3)
+        y = function(x)
+        (batch,) = torch.autograd.grad(y, x, rows, is_grads_batched=True, retain_graph=True)
+        with forward_ad.dual_level():
+            tangent = forward_ad.unpack_dual(function(forward_ad.make_dual(x, rows[0]))).tangent
+            (of_dual,) = torch.autograd.grad(y, x, forward_ad.make_dual(rows[0], rows[1]))
+            return [batch, tangent, *forward_ad.unpack_dual(of_dual)]
+
+    compiled = torch.compile(function, backend="npu_iree")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert_same(every(compiled), every(function))
+    assert counts["regions"] >= 2
+    assert counts["eager_calls"] == 6
+    assert caplog.text.count("gradients come in batches") == 1
+    assert 1 <= caplog.text.count("arguments carry tangents") <= 3  # of each graph
+    with pytest.raises(npu_iree.NpuIreeError, match="carry tangents"):
+        teller("error")(TANGENTS)
 
 
 def test_inference_mode(target: str) -> None:

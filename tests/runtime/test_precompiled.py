@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from lowering import bundle
 from lowering.errors import ArtifactError, NpuIreeError
@@ -50,11 +51,13 @@ def test_what_one_process_saves_another_loads_without_a_compiler(
         assert not {"compiles", "cache_hits"} & counts.keys(), name
 
 
-def test_arguments_that_share_memory_are_refused_where_they_are_written(tmp_path: Path) -> None:
+def test_arguments_that_a_saved_graph_is_not_for_are_refused(tmp_path: Path) -> None:
     loaded = torch.compiler.load_compiled_function(io.BytesIO(saved(tmp_path / "file")))
     memory = torch.zeros(8)
     with pytest.raises(NpuIreeError, match="these overlap in another way"):
         loaded(memory[:4], memory[2:6])
+    with forward_ad.dual_level(), pytest.raises(NpuIreeError, match="carry tangents"):
+        loaded(memory[:4], forward_ad.make_dual(torch.ones(4), torch.ones(4)))
     assert torch.equal(loaded(memory[:4], torch.ones(4)), torch.full((4,), 2.0))
 
     compiled = torch.compile(written, backend="npu_iree", fullgraph=True)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.autograd.forward_ad import make_dual
 from torch.utils import _pytree as pytree
 
 import npu_iree
@@ -217,6 +219,11 @@ def test_aotautograd_is_left_out_where_it_has_nothing_to_do(
     for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         with context():
             torch.testing.assert_close(compiled(x), double_and_keep(x))
+    with forward_ad.dual_level():
+        pairs = (
+            map(forward_ad.unpack_dual, f(make_dual(x, x))) for f in (compiled, double_and_keep)
+        )
+        torch.testing.assert_close(*map(list, pairs))
     assert said
     assert all(said)
     assert not compiled(x)[0].requires_grad
