@@ -145,7 +145,22 @@ def register_autocast() -> list[torch.library.Library]:
     for names, dtype_of in ((LOWER, _lower), (FULL, _full), (WIDEST, _widest)):
         for name in names:
             aten.impl(name, _cast(name, dtype_of), _KEY)
+    aten.impl("binary_cross_entropy", _refuse_cross_entropy, _KEY)
     return [others, aten]
+
+
+def _refuse_cross_entropy(*_: Any, **__: Any) -> torch.Tensor:
+    """Refuse, as PyTorch's other devices do.
+
+    Raises:
+        RuntimeError: probabilities of lower precision are too coarse near 0 and 1.
+    """
+    raise RuntimeError(
+        f'binary_cross_entropy and nn.BCELoss are refused under torch.autocast("{NAME}"): halves '
+        "near 0 and 1 are too coarse for their logarithms. Leave out the sigmoid before, and take "
+        "binary_cross_entropy_with_logits or nn.BCEWithLogitsLoss; or compute it in float32 "
+        f'within torch.autocast("{NAME}", enabled=False)'
+    )
 
 
 def _lower(_: Sequence[torch.Tensor]) -> torch.dtype:

@@ -305,6 +305,8 @@ def test_autocast_computes_products_in_bf16_and_sums_in_f32() -> None:
         assert (product + 1).dtype is torch.bfloat16
         for op in IN_FULL:
             assert op(product).dtype is torch.float32
+        with pytest.raises(RuntimeError, match="take binary_cross_entropy_with_logits"):
+            F.binary_cross_entropy(product, a)
     assert (a @ a).dtype is torch.float32
 
 
