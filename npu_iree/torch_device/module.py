@@ -12,7 +12,7 @@ import torch
 
 from npu_iree.errors import NpuIreeError, OptionError
 from npu_iree.torch_device import account
-from npu_iree.torch_device.current import CURRENT, FALLBACK, Fallback, Which
+from npu_iree.torch_device.current import CURRENT, FALLBACK, NAME, Fallback, Which
 from npu_iree.torch_device.current import device as _device
 from npu_iree.torch_device.current import index_of as _index
 from npu_iree.torch_device.streams import (
@@ -98,6 +98,26 @@ class device:
 
     def __exit__(self, *error: object) -> None:
         """Leave the block."""
+
+
+class device_of(device):
+    """Make the device of a tensor or a storage current in a block; of another kind, none."""
+
+    def __init__(self, holder: torch.Tensor | torch.UntypedStorage) -> None:
+        is_here = holder.device.type == NAME
+        self.idx = _index(holder.device) if is_here else -1
+
+
+def can_device_access_peer(device: Which, peer_device: Which) -> bool:
+    """Return False: there is one device, which is no peer of its own."""
+    _index(device)
+    _index(peer_device)
+    return False
+
+
+def is_current_stream_capturing() -> bool:
+    """Return False: calls are submitted as they are made, and graphs are what compiles to them."""
+    return False
 
 
 @dataclass(frozen=True)

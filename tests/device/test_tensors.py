@@ -347,6 +347,9 @@ def test_the_accelerator_of_this_process_is_npu() -> None:
     torch.npu.set_memory_limit(held + 5)
     assert torch.accelerator.get_memory_info() == (5, held + 5)
     assert torch.empty(4, pin_memory=False).pin_memory().shape == (4,)
+    with torch.npu.device_of(torch.empty(1)), torch.npu.device_of(torch.empty(1, device=NPU)):
+        assert not torch.npu.can_device_access_peer(0, "npu:0")
+        assert not torch.npu.is_current_stream_capturing()
     with torch.npu.device(0), pytest.raises(RuntimeError, match="npu:1 is no such"):
         torch.npu.synchronize("npu:1")
 
