@@ -103,11 +103,18 @@ def with_halves(table: Table) -> Table:
         **{op: _widening(op, table.get(op, left_whole)) for op in IN_FLOATS},
         **{op: _widening(op, table.get(op, left_whole), with_number=True) for op in WITH_NUMBERS},
         aten.div.Tensor_mode: _dividing(table.get(aten.div.Tensor_mode, left_whole)),
-        **{op: _normalizing(op, table[op]) for op in NORMS},
+        **{op: normalizing(op, table[op]) for op in NORMS},
     }
 
 
-def _normalizing(op: Any, otherwise: Decomposition) -> Decomposition:
+def normalizing(op: Any, otherwise: Decomposition) -> Decomposition:
+    """Return a norm of halves that is computed in f32 if its weights or statistics are no halves.
+
+    Args:
+        op: the norm; takes what is normalized, and the weights.
+        otherwise: computes it where all are of one dtype.
+    """
+
     def decomposed(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         weights = [arg for arg in args if isinstance(arg, torch.Tensor)]
         if x.dtype not in HALVES or all(weight.dtype is x.dtype for weight in weights):

@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._decomp import get_decompositions
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
+
+from lowering.decompositions.halves import NORMS, normalizing
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
@@ -129,6 +132,26 @@ def _fill(x: Tensor, value: Any) -> Any:
     return value.to(x.dtype).expand(x.shape).clone()
 
 
+_LEGIT = aten._native_batch_norm_legit_functional.default
+_PYTORCHS_LEGIT = get_decompositions([_LEGIT])[_LEGIT]
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    var: Tensor,
+    training: bool,
+    momentum: Any,
+    eps: float,
+) -> Any:
+    def norm(x: Tensor, *weights: Tensor | None) -> Any:
+        return _PYTORCHS_LEGIT(x, *weights, training, momentum, eps)
+
+    return normalizing(norm, norm)(x, weight, bias, mean, var)
+
+
 FORMS: dict[Any, Form] = {
     aten.add.Tensor: _scaling(_add, "alpha", torch.add),
     aten.sub.Tensor: _scaling(_sub, "alpha", torch.sub),
@@ -147,6 +170,8 @@ FORMS: dict[Any, Form] = {
     aten.ge.Scalar: _form(torch.ge, "other"),
     aten.fill.Scalar: _form(_fill, "value", keeps_digits=True, fits=True),
     aten.masked_fill.Scalar: _form(torch.masked_fill, "value", fits=True),
+    _LEGIT: _form(_batch_norm, "momentum"),
+    **{op: _form(normalizing(op, op)) for op in NORMS if op is not _LEGIT},
 }
 
 # Kernels of these serve one set of sizes each: torch-mlir or IREE wants to know them.
@@ -169,6 +194,7 @@ WHOLE = (
     "masked_fill.Scalar",
     "mean",
     "native_group_norm",
+    "native_layer_norm",
     "repeat",
     "slice_backward",
     "stack",

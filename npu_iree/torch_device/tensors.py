@@ -226,11 +226,14 @@ def _native_batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """Normalize; the running statistics are written to, of which the op's schema says nothing."""
+    """Normalize; the running statistics are written to, of which the op's schema says nothing.
+
+    A momentum that nothing is updated with is 0: kernels of others are the same.
+    """
     if mean is None or var is None:
-        return aten._native_batch_norm_legit.no_stats(x, weight, bias, training, momentum, eps)
+        return aten._native_batch_norm_legit.no_stats(x, weight, bias, training, 0.0, eps)
     if not training:
-        return aten._native_batch_norm_legit_no_training(x, weight, bias, mean, var, momentum, eps)
+        return aten._native_batch_norm_legit_no_training(x, weight, bias, mean, var, 0.0, eps)
     y, save_mean, save_var, new_mean, new_var = aten._native_batch_norm_legit_functional(
         x, weight, bias, mean, var, training, momentum, eps
     )

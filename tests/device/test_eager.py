@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import subprocess
 import sys
@@ -121,19 +122,47 @@ def test_gradients_are_those_of_the_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    "training",
-    [True, False],
+    ("training", "dtype"),
+    [
+        (True, torch.float32),
+        (False, torch.float32),
+        (True, torch.bfloat16),
+        pytest.param(True, torch.float16, marks=pytest.mark.sweep),
+        pytest.param(False, torch.bfloat16, marks=pytest.mark.sweep),
+    ],
 )
-def test_batch_norm_writes_its_running_statistics(training: bool) -> None:
+def test_batch_norm_writes_its_running_statistics_whatever_its_momentum(
+    training: bool, dtype: torch.dtype, counts: Counter[str]
+) -> None:
     found = []
+    torch.npu.set_fallback("error")
     for where in ("cpu", "npu"):
         torch.manual_seed(0)
         norm = torch.nn.BatchNorm2d(3).train(training).to(where)
-        x = torch.randn(4, 3, 5, 5).to(where).requires_grad_()
+        x = torch.randn(4, 3, 5, 5).to(where, dtype).requires_grad_()
         norm(x).square().mean().backward()
+        before = counts["compiles"]
+        norm.momentum = None  # type: ignore[assignment]
+        norm(x)
+        assert counts["compiles"] == before
         found.append([t.cpu() for t in (norm.running_mean, norm.running_var, x.grad)])  # type: ignore[union-attr]
     for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
+        rtol = 1e-4 if one.dtype is torch.float32 else torch.finfo(one.dtype).eps
+        torch.testing.assert_close(other, one, rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        torch.nn.LayerNorm(6),
+        pytest.param(torch.nn.InstanceNorm1d(4, affine=True), marks=pytest.mark.sweep),
+        pytest.param(torch.nn.GroupNorm(2, 4), marks=pytest.mark.sweep),
+    ],
+)
+def test_norms_of_halves_beside_weights_of_floats_give_halves(norm: torch.nn.Module) -> None:
+    x = torch.randn(2, 4, 6).bfloat16()
+    with torch.npu.fallback("error"):
+        assert_same(copy.deepcopy(norm).to(NPU)(x.npu()).detach().cpu(), norm(x).detach())
 
 
 def test_zeros_that_forward_mode_asks_for_have_memory() -> None:
