@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lowering.eager import Argument
+from npu_iree.torch_device.forms import Travels
 from npu_iree.torch_device.storage import dense_order, dense_strides
 
 _CPU = torch.device("cpu")
@@ -29,13 +30,13 @@ class _Leaf:
 
 
 def scan(
-    values: Iterable[Any], are_numbers: Iterable[bool], key: list[Any], leaves: list[Any]
+    values: Iterable[Any], are_numbers: Iterable[Travels | None], key: list[Any], leaves: list[Any]
 ) -> None:
     """Take arguments apart: tensors, and numbers that travel as such, are leaves.
 
     Args:
         values: the arguments.
-        are_numbers: of each, whether it travels as a tensor if it is a number.
+        are_numbers: of each, which numbers travel as tensors; None: none.
         key: takes what calls of one kernel have in common.
         leaves: takes the leaves.
     """
@@ -48,17 +49,11 @@ def scan(
         key.append(kind)
         if kind is list or kind is tuple:
             key.append(len(value))
-            scan(value, itertools.repeat(False), key, leaves)
-        elif is_number and _travels(value):
+            scan(value, itertools.repeat(None), key, leaves)
+        elif is_number is not None and is_number(value):
             leaves.append(value)
         else:
             key.append(repr(value) if kind in (float, complex) else value)  # 0.0 == -0.0
-
-
-def _travels(value: Any) -> bool:
-    """Say whether a number can be a tensor of no dimension."""
-    kind = type(value)
-    return kind is float or (kind is int and -(1 << 63) <= value < 1 << 63)
 
 
 @dataclass(frozen=True)
@@ -76,10 +71,10 @@ class Template:
     @classmethod
     def of(
         cls,
-        positional: Iterable[tuple[Any, bool]],
-        named: Iterable[tuple[str, Any, bool]],
+        positional: Iterable[tuple[Any, Travels | None]],
+        named: Iterable[tuple[str, Any, Travels | None]],
     ) -> Template:
-        """Make one: of arguments (with names), and whether each is a number that travels."""
+        """Make one: of arguments (with names), and which numbers travel in the place of each."""
         count = itertools.count()
         return cls(
             [_placed(value, is_number, count) for value, is_number in positional],
@@ -107,13 +102,13 @@ class Template:
         return (text(self.positional), text(self.named))
 
 
-def _placed(value: Any, is_number: bool, count: Iterator[int]) -> Any:
+def _placed(value: Any, is_number: Travels | None, count: Iterator[int]) -> Any:
     """Return an argument with `_Leaf` in the place of its leaves, numbered as `scan` does."""
     if isinstance(value, torch.Tensor):
         return _Leaf(next(count))
     if isinstance(value, (list, tuple)):
-        return [_placed(item, False, count) for item in value]
-    return _Leaf(next(count)) if is_number and _travels(value) else value
+        return [_placed(item, None, count) for item in value]
+    return _Leaf(next(count)) if is_number is not None and is_number(value) else value
 
 
 def _filled(template: Any, tensors: Sequence[torch.Tensor]) -> Any:

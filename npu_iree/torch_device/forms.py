@@ -17,14 +17,23 @@ import torch
 from torch._decomp import get_decompositions
 from torch._prims_common import ELEMENTWISE_TYPE_PROMOTION_KIND, elementwise_dtypes
 
-from lowering.decompositions.halves import NORMS, normalizing
+from lowering.decompositions.halves import NORMS, normalizing, widened
 
 aten = torch.ops.aten
 Tensor = torch.Tensor
+# Says which values of an argument travel: numbers, and not those that have a fast form of their
+# own, or another meaning.
+Travels = Callable[[Any], bool]
 # What an argument is like: a tensor of a dtype and a shape, or a number.
 Kind = tuple[torch.dtype, tuple[int, ...]] | type
 # An op of PyTorch's that refuses a number, and what its other arguments are like.
 Probe = tuple[Callable[..., Any], tuple[Kind, ...]]
+
+
+def travels(value: Any) -> bool:
+    """Say whether a number can be a tensor of no dimension."""
+    kind = type(value)
+    return kind is float or (kind is int and -(1 << 63) <= value < 1 << 63)
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,7 @@ class Form:
         function: takes the op's arguments, the numbers as tensors of no dimension.
         numbers: names of the arguments that are such numbers, beside those that the op's schema
             calls tensors.
+        travels: which of those numbers are tensors; the others are compiled in.
         keeps_digits: it stores a number into integers, and computes nothing with it.
         fits: PyTorch refuses numbers that are too large for the dtype of the result.
         scales: PyTorch's op that multiplies by a number, and refuses those that are too large for
@@ -43,6 +53,7 @@ class Form:
 
     function: Callable[..., Any]
     numbers: frozenset[str] = frozenset()
+    travels: Travels = travels
     keeps_digits: bool = False
     fits: bool = False
     scales: tuple[Callable[..., Any], int] | None = None
@@ -62,10 +73,8 @@ def _kind(leaf: Any) -> Kind:
     return leaf.dtype, (1,) if leaf.dim() else ()  # what has no dimension does not widen others
 
 
-def _form(
-    function: Callable[..., Any], *numbers: str, keeps_digits: bool = False, fits: bool = False
-) -> Form:
-    return Form(function, frozenset(numbers), keeps_digits, fits)
+def _form(function: Callable[..., Any], *numbers: str, **attributes: Any) -> Form:
+    return Form(function, frozenset(numbers), **attributes)
 
 
 def _scaling(
@@ -132,6 +141,84 @@ def _fill(x: Tensor, value: Any) -> Any:
     return value.to(x.dtype).expand(x.shape).clone()
 
 
+def _pad(x: Tensor, amounts: Sequence[int], value: Any = 0) -> Any:
+    if not isinstance(value, Tensor):
+        return aten.constant_pad_nd.default(x, amounts, value)
+    is_inside = aten.constant_pad_nd.default(torch.ones_like(x, dtype=torch.bool), amounts, 0)
+    return torch.where(is_inside, aten.constant_pad_nd.default(x, amounts), value.to(x.dtype))
+
+
+def _scatter(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return aten.scatter.value(x, dim, index, value)
+    is_hit = aten.scatter.value(torch.zeros_like(x, dtype=torch.bool), dim, index, True)
+    return torch.where(is_hit, value.to(x.dtype), x)
+
+
+def _index_fill(x: Tensor, dim: int, index: Tensor, value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return aten.index_fill.int_Scalar(x, dim, index, value)
+    return aten.index_fill.int_Tensor(x, dim, index, value.to(x.dtype))
+
+
+def _triangle(is_above: bool) -> Callable[..., Any]:
+    def kept(x: Tensor, diagonal: Any = 0) -> Any:
+        rows, columns = (torch.arange(size, device=x.device) for size in x.shape[-2:])
+        distance = columns - rows.unsqueeze(-1)
+        is_kept = distance >= diagonal if is_above else distance <= diagonal
+        return torch.where(is_kept, x, x.new_zeros(())).contiguous()
+
+    return kept
+
+
+def _power(x: Tensor, exponent: Any) -> Any:
+    if isinstance(exponent, Tensor) and not x.dtype.is_floating_point:
+        raise TypeError("a root of integers, which the host alone knows to the last digit")
+    return torch.pow(x, exponent)
+
+
+def _leaky_relu(x: Tensor, negative_slope: Any = 0.01) -> Any:
+    return _sloped(x, x, negative_slope)
+
+
+def _sloped(gradient: Tensor, x: Tensor, negative_slope: Any, self_is_result: bool = False) -> Any:
+    if not x.dtype.is_floating_point:
+        raise TypeError("a slope of integers, which PyTorch refuses")
+    wide = widened(gradient)
+    return torch.where(x > 0, wide, wide * negative_slope).to(gradient.dtype)
+
+
+def _is_root(exponent: Any) -> bool:
+    """Say whether a power to a number is neither a product nor a square root."""
+    return type(exponent) is float and exponent % 1 != 0 and abs(exponent) != 0.5
+
+
+def _unless(*numbers: float) -> Travels:
+    return lambda value: travels(value) and value not in numbers
+
+
+def _weighed(op: Callable[..., Any], product: Callable[..., Any]) -> Form:
+    """Return the form of a sum with a product, of which PyTorch computes no multiple by 0."""
+
+    def weighed(x: Tensor, one: Tensor, other: Tensor, **weights: Any) -> Any:
+        if not any(isinstance(weight, Tensor) for weight in weights.values()):
+            return op(x, one, other, **weights)
+        if not x.dtype == one.dtype == other.dtype:
+            raise TypeError("a product of several dtypes, which PyTorch refuses")
+        wide, result = widened(x), product(widened(one), widened(other))
+        result = _times(weights.get("alpha"), result, wide)
+        beta = weights.get("beta")
+        if isinstance(beta, Tensor) or beta != 0:
+            result = result + _times(beta, wide, wide).expand(result.shape)
+        return result.to(x.dtype)
+
+    def refuses(x: Tensor, *_: Any, value: float) -> Any:
+        return torch.add(widened(x), widened(x), alpha=value)
+
+    names = frozenset({"beta", "alpha"})
+    return Form(weighed, names, _unless(0, 1), scales=(refuses, 3))
+
+
 _LEGIT = aten._native_batch_norm_legit_functional.default
 _PYTORCHS_LEGIT = get_decompositions([_LEGIT])[_LEGIT]
 
@@ -170,6 +257,21 @@ FORMS: dict[Any, Form] = {
     aten.ge.Scalar: _form(torch.ge, "other"),
     aten.fill.Scalar: _form(_fill, "value", keeps_digits=True, fits=True),
     aten.masked_fill.Scalar: _form(torch.masked_fill, "value", fits=True),
+    aten.index_fill.int_Scalar: _form(_index_fill, "value", keeps_digits=True, fits=True),
+    aten.scatter.value: _form(_scatter, "value", keeps_digits=True, fits=True),
+    aten.constant_pad_nd.default: _form(
+        _pad, "value", travels=_unless(0), keeps_digits=True, fits=True
+    ),
+    aten.triu.default: _form(_triangle(is_above=True), "diagonal"),
+    aten.tril.default: _form(_triangle(is_above=False), "diagonal"),
+    aten.pow.Tensor_Scalar: _form(_power, "exponent", travels=_is_root),
+    aten.leaky_relu.default: _form(_leaky_relu, "negative_slope"),
+    aten.leaky_relu_backward.default: _form(
+        _sloped, "negative_slope", travels=lambda slope: travels(slope) and slope >= 0
+    ),
+    aten.addmm.default: _weighed(aten.addmm, torch.mm),
+    aten.addmv.default: _weighed(aten.addmv, torch.mv),
+    aten.baddbmm.default: _weighed(aten.baddbmm, torch.bmm),
     _LEGIT: _form(_batch_norm, "momentum"),
     **{op: _form(normalizing(op, op)) for op in NORMS if op is not _LEGIT},
 }

@@ -31,7 +31,7 @@ from npu_iree.torch_device.calls import (
     scan,
 )
 from npu_iree.torch_device.current import NAME, different_devices, frames, index_of, is_on_npu
-from npu_iree.torch_device.forms import FORMS, STATIC, Form, Probe
+from npu_iree.torch_device.forms import FORMS, STATIC, Form, Probe, Travels, travels
 from npu_iree.torch_device.host import run_on_host
 from npu_iree.torch_device.kept import Kept
 from npu_iree.torch_device.kernels import Bound, NoKernelError, family
@@ -101,15 +101,14 @@ class EagerOp:
         return FORMS.get(functional) or Form(functional or self.op)
 
     @cached_property
-    def _is_number(self) -> dict[str, bool]:
-        numbers = self._form.numbers
-        return {
-            a.name: a.name in numbers or str(a.type) in ("Tensor", "Optional[Tensor]")
-            for a in self.op._schema.arguments
-        }
+    def _is_number(self) -> dict[str, Travels | None]:
+        form, arguments = self._form, self.op._schema.arguments
+        of_tensors = [a.name for a in arguments if str(a.type) in ("Tensor", "Optional[Tensor]")]
+        numbers = dict.fromkeys(of_tensors, travels) | dict.fromkeys(form.numbers, form.travels)
+        return {a.name: numbers.get(a.name) for a in arguments}
 
     @cached_property
-    def _are_numbers(self) -> list[bool]:
+    def _are_numbers(self) -> list[Travels | None]:
         return [self._is_number[name] for name in self._names]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

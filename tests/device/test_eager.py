@@ -71,6 +71,8 @@ def test_other_numbers_are_no_other_kernels(counts: Counter[str]) -> None:
             torch.full_like(t, v),
             t > v,
             t.masked_fill(t > 0, v),
+            t.index_fill(0, torch.tensor([0, -1], device=t.device), v),
+            F.leaky_relu(t, v),
         ]
 
     several(a, 0.5)
@@ -79,6 +81,15 @@ def test_other_numbers_are_no_other_kernels(counts: Counter[str]) -> None:
         for one, other in zip(several(a, v), several(x, v), strict=True):
             assert_same(one.cpu(), other)
     assert counts["compiles"] == before
+
+
+def test_powers_but_products_and_square_roots_are_one_kernel(counts: Counter[str]) -> None:
+    x = torch.rand(3, 4)
+    compiled = []
+    for exponent in (1.5, 1.7, -0.3, 2.0):
+        assert_same((x.npu() ** exponent).cpu(), x**exponent)
+        compiled.append(counts["compiles"])
+    assert compiled[0] == compiled[2] < compiled[3]
 
 
 PROMOTED = [(torch.uint8, 1.5), (torch.float16, 2)]
