@@ -8,19 +8,30 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
 _OURS = ("aten", "prims")
 _PRODUCTS = (aten.mm.default, aten.bmm.default)
+# op -> which argument says where it writes.
+_WRITES = {
+    aten.index_put.default: 1,
+    aten.scatter.src: 2,
+    aten.scatter.value: 2,
+    aten.scatter_add.default: 2,
+    aten.scatter_reduce.two: 2,
+}
 
 
 def make_empty_values(graph: fx.Graph) -> None:
     """Make each value that is known to have no elements, where compilers stumble over such.
 
-    A product of matrices without a column is made, too: it is zeros.
+    A product of matrices without a column is made, too: it is zeros. What is written to at no place
+    is as it was.
 
     Before: %2 = aten.mul(%0, %1); %3 = aten.cat([%2, %a])       with %2 of [0, 4], %a of [3, 4]
-    After:  %2 = aten.empty([0, 4]); %3 = aten.cat([%a])
+            %4 = aten.scatter(%a, 0, %i, 1)                      with %i of [0, 4]
+    After:  %2 = aten.empty([0, 4]); %3 = aten.cat([%a]); %4 = aten.clone(%a)
     """
     sizes: dict[str, fx.Node] = {}
     for node in list(graph.nodes):
@@ -35,6 +46,13 @@ def make_empty_values(graph: fx.Graph) -> None:
             _make(node, sizes)
         elif node.target in _PRODUCTS and _is_empty(node.args[0].meta.get("val")):
             _make(node, sizes, 0)
+        elif node.target in _WRITES and _writes_nothing(node):
+            node.target, node.args, node.kwargs = aten.clone.default, (node.args[0],), {}
+
+
+def _writes_nothing(node: fx.Node) -> bool:
+    where = pytree.tree_leaves(node.args[_WRITES[node.target]])  # type: ignore[index]
+    return any(index is not None and _is_empty(index.meta.get("val")) for index in where)
 
 
 def _make(node: fx.Node, sizes: Mapping[str, fx.Node], fill: int | None = None) -> None:

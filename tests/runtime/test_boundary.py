@@ -341,6 +341,22 @@ def test_a_product_over_nothing_is_zeros(
     assert (counts["regions"], counts["host_ops"]) == (1, 0)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_is_written_at_no_place_is_as_it_was(dynamic: bool, counts: Counter[str]) -> None:
+    def function(x: torch.Tensor, given: torch.Tensor, i: torch.Tensor) -> Any:
+        y, rows = x.exp(), i[:, 0]
+        return [
+            *(y.scatter(0, i, given), y.scatter(0, i, 2.0), y.scatter_add(1, i.t()[:3], y)),
+            *(y.scatter_reduce(0, i, given, "mean"), y.index_put((rows, rows), x[0, 0])),
+            *(y.index_add(0, rows, given), y.index_fill(1, rows, 3.0)),
+        ]
+
+    args = data(3, 4), data(0, 4), torch.zeros(0, 4, dtype=torch.int64)
+    compiled = torch.compile(function, backend="npu_iree", dynamic=dynamic)
+    assert_same(compiled(*args), function(*args))
+    assert (counts["regions"], counts["host_ops"]) == (1, 0)
+
+
 def test_symbolic_strides_and_offsets_pass(any_target: str) -> None:
     def function(x: torch.Tensor) -> Any:
         return x * x.shape[1], x.t() + 1, x.shape, x[1:] * 2
