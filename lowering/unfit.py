@@ -142,6 +142,15 @@ def _no_such_dimension(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     return "" if -rank <= dim < rank else f"along dimension {dim} of {x.dim()}"
 
 
+def _no_mask(args: Sequence[Any], _: Mapping[str, Any]) -> str:
+    dtype = args[1].dtype
+    return "" if dtype is torch.bool else f"with a mask of {dtype_name(dtype)}"
+
+
+def _no_vector_of_boundaries(args: Sequence[Any], _: Mapping[str, Any]) -> str:
+    return "" if args[1].dim() == 1 else f"with boundaries of {list(args[1].shape)}"
+
+
 def _negative_beta(args: Sequence[Any], _: Mapping[str, Any]) -> str:
     beta = args[3] if len(args) > 3 else 1.0
     return f"with a beta of {beta}" if beta < 0 else ""
@@ -159,6 +168,7 @@ _REFUSED: dict[Any, _Rule] = {
     aten._softmax.default: _unfit_for_softmax,
     aten.addmm.default: _of_several_dtypes,
     aten.binary_cross_entropy.default: _of_two_dtypes,
+    aten.bucketize.Tensor: _no_vector_of_boundaries,
     aten.grid_sampler_2d.default: _unfit_to_sample,
     aten.index_add.default: _unfit_to_add(*_PLACES),
     aten.index_copy.default: _unfit_to_add(torch.int64),
@@ -166,6 +176,7 @@ _REFUSED: dict[Any, _Rule] = {
     aten.index_fill.int_Tensor: _index_of(torch.int64, at=2),
     aten.index_put.default: _unfit_to_put,
     aten.index_select.default: _index_of(*_PLACES, at=2),
+    aten.masked_scatter.default: _no_mask,
     aten.max.default: _no_elements,
     aten.min.default: _no_elements,
     aten.mm.default: _of_several_dtypes,

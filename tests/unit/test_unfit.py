@@ -158,3 +158,15 @@ def test_that_an_index_is_of_truths_is_said() -> None:
     node.meta["val"] = x
     (host_op,) = why_host([node], load_capabilities("npu-local.toml")).values()
     assert "an index of truths" in host_op.reason
+
+
+@pytest.mark.parametrize("mask", [torch.bool, torch.uint8, torch.int64])
+def test_masks_are_of_truths(mask: torch.dtype) -> None:
+    args = aten.masked_scatter.default, _X, (_X > 0).to(mask), _X
+    assert bool(_why_refused(*args)) == _is_refused(*args)
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 2), (0,)])
+def test_boundaries_are_a_vector(shape: tuple[int, ...]) -> None:
+    args = aten.bucketize.Tensor, _X, torch.ones(shape)
+    assert bool(_why_refused(*args)) == _is_refused(*args)
