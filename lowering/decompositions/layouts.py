@@ -98,6 +98,7 @@ LAYOUTS: Mapping[torch._ops.OpOverload, Layout] = {
     aten.masked_scatter.default: _natural,
     aten.max_pool2d_with_indices.default: _image,
     aten.max_pool2d_with_indices_backward.default: _gradient_of_image,
+    aten.scatter_add.default: _natural,
     aten.select_scatter.default: _like_first,
     aten.upsample_nearest1d.default: _natural,
 }

@@ -184,6 +184,8 @@ def _leaky_relu(x: Tensor, negative_slope: Any = 0.01) -> Any:
 def _sloped(gradient: Tensor, x: Tensor, negative_slope: Any, self_is_result: bool = False) -> Any:
     if not x.dtype.is_floating_point:
         raise TypeError("a slope of integers, which PyTorch refuses")
+    if self_is_result and not isinstance(negative_slope, Tensor) and not negative_slope >= 0:
+        raise TypeError("the sign of what is overwritten by its negative, which PyTorch refuses")
     wide = widened(gradient)
     return torch.where(x > 0, wide, wide * negative_slope).to(gradient.dtype)
 
@@ -197,20 +199,23 @@ def _unless(*numbers: float) -> Travels:
     return lambda value: travels(value) and value not in numbers
 
 
+def _is_zero(weight: Any) -> bool:
+    return not isinstance(weight, Tensor) and weight == 0
+
+
 def _weighed(op: Callable[..., Any], product: Callable[..., Any]) -> Form:
-    """Return the form of a sum with a product, of which PyTorch computes no multiple by 0."""
+    """Return the form of a sum with a product, of which BLAS computes no multiple by 0."""
 
     def weighed(x: Tensor, one: Tensor, other: Tensor, **weights: Any) -> Any:
-        if not any(isinstance(weight, Tensor) for weight in weights.values()):
+        alpha, beta = weights.get("alpha"), weights.get("beta")
+        if not any(isinstance(w, Tensor) or w == 0 for w in (alpha, beta)):
             return op(x, one, other, **weights)
         if not x.dtype == one.dtype == other.dtype:
             raise TypeError("a product of several dtypes, which PyTorch refuses")
         wide, result = widened(x), product(widened(one), widened(other))
-        result = _times(weights.get("alpha"), result, wide)
-        beta = weights.get("beta")
-        if isinstance(beta, Tensor) or beta != 0:
-            result = result + _times(beta, wide, wide).expand(result.shape)
-        return result.to(x.dtype)
+        result = torch.zeros_like(result) if _is_zero(alpha) else _times(alpha, result, wide)
+        added = _times(None if _is_zero(beta) else beta, wide, wide).expand(result.shape)
+        return (result if _is_zero(beta) else result + added).to(x.dtype)
 
     def refuses(x: Tensor, *_: Any, value: float) -> Any:
         return torch.add(widened(x), widened(x), alpha=value)

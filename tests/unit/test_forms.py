@@ -49,6 +49,25 @@ def test_a_number_may_be_a_tensor(op: Any, args: tuple[Any, ...], numbers: dict[
     torch.testing.assert_close(result, expected, equal_nan=True)
 
 
+@pytest.mark.parametrize("alpha", [0, 0.0, 1, 2])
+@pytest.mark.parametrize("beta", [0, 1, torch.tensor(0.5)])
+def test_what_is_weighed_by_nothing_is_left_out_but_looked_at(alpha: float, beta: Any) -> None:
+    weighed, weights = FORMS[aten.addmm.default].function, {"beta": beta, "alpha": alpha}
+    x = X[:, :4] if beta else torch.full((4, 4), float("inf"))
+    one = X if alpha else torch.full((4, 6), float("inf"))
+    expected = torch.addmm(x, one, X.t(), beta=float(beta), alpha=alpha)
+    torch.testing.assert_close(weighed(x, one, X.t(), **weights), expected)
+    with pytest.raises(RuntimeError, match="size"):
+        weighed(x[:, :2], one, X.t(), **weights)
+
+
+def test_a_backward_pass_of_a_negative_slope_wants_what_was_there() -> None:
+    backward = FORMS[aten.leaky_relu_backward.default].function
+    with pytest.raises(TypeError, match="sign"):
+        backward(X, X, -0.3, True)
+    torch.testing.assert_close(backward(X, X, 0.3, True), backward(X, X, 0.3, False))
+
+
 KEPT = [
     (aten.constant_pad_nd.default, 0.0),
     (aten.addmm.default, 0),

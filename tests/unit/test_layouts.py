@@ -39,6 +39,10 @@ CALLS: dict[str, tuple[Any, Callable[[torch.Tensor], list[Any]]]] = {
         aten.convolution.default,
         lambda x: [x, x.new_ones(4, 1, 3, 3), None, [2, 2], [0, 0], [1, 1], True, [0, 0], 4],
     ),
+    "rows that are added": (
+        aten.scatter_add.default,
+        lambda x: [x, 1, torch.tensor([3, 0, 3]).view(1, 3, 1, 1).expand(2, 3, 8, 9), x],
+    ),
     "by its weight": (
         aten.convolution.default,
         lambda x: [
