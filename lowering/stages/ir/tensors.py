@@ -1,4 +1,4 @@
-"""Write tensors again, of any sizes: in another order, or computed number by number."""
+"""Write tensors again, of any sizes: in another order, padded, or computed number by number."""
 
 from __future__ import annotations
 
@@ -8,10 +8,21 @@ from typing import Any
 from lowering.stages.ir.templates import put
 from lowering.stages.ir.types import sizes_of, tensor
 
+# Orders of the dimensions of images.
+TO_LAST, TO_FIRST = [0, 2, 3, 1], [0, 3, 1, 2]
 _REORDERED = """
 func.func @reordered(%x: {x}{sizes}) -> {y} {{
   %empty = tensor.empty({unknown}) : {y}
   %y = linalg.transpose ins(%x : {x}) outs(%empty : {y}) permutation = {order}
+  return %y : {y}
+}}
+"""
+_PADDED = """
+func.func @padded(%x: {x}, %fill: {dtype}) -> {y} {{
+  %y = tensor.pad %x low{low} high{high} {{
+  ^bb0({places}):
+    tensor.yield %fill : {dtype}
+  }} : {x} to {y}
   return %y : {y}
 }}
 """
@@ -45,6 +56,28 @@ def reordered(value: Any, order: Sequence[int]) -> Any:
         **_names(unknown),
     )
     (result,) = put(text, [value, *(size_of(value, d) for d in unknown)])
+    return result
+
+
+def padded(value: Any, low: Sequence[int], high: Sequence[int], fill: Any) -> Any:
+    """Return a tensor with numbers put around its own.
+
+    Args:
+        value: the tensor.
+        low, high: along each dimension, how many are put before, and after.
+        fill: each of them.
+    """
+    more = zip(sizes_of(value.type), low, high, strict=True)
+    sizes = [None if size is None else size + before + after for size, before, after in more]
+    text = _PADDED.format(
+        x=value.type,
+        y=tensor(sizes, str(fill.type)),
+        low=list(low),
+        high=list(high),
+        places=", ".join(f"%d{d}: index" for d, _ in enumerate(sizes)),
+        dtype=fill.type,
+    )
+    (result,) = put(text, [value, fill])
     return result
 
 

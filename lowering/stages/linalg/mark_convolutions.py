@@ -15,6 +15,7 @@ from lowering.stages.ir.matrix_unit import has_tiles
 from lowering.stages.ir.structured import is_zeros
 from lowering.stages.ir.symbols import constant_of, inside, maker_of, ops_of
 from lowering.stages.ir.templates import put
+from lowering.stages.ir.tensors import TO_FIRST, TO_LAST, padded, reordered
 from lowering.stages.ir.types import floats
 
 # Beside an op that was marked, by `Mark`.
@@ -27,23 +28,11 @@ _BLOCKS: Mapping[frozenset[str], Sequence[tuple[range, int]]] = {
     frozenset({"avx2", "fma"}): ((range(3, 7), 16), (range(3, 13), 8)),
     frozenset(): (),
 }
-_TO_LAST, _TO_FIRST = [0, 2, 3, 1], [0, 3, 1, 2]
-_MOVED = """
-func.func private @moved(%x: {x}) -> {moved} {{
-  %empty = tensor.empty() : {moved}
-  %moved = linalg.transpose ins(%x : {x}) outs(%empty : {moved}) permutation = {order}
-  return %moved : {moved}
-}}
-"""
-_PADDED = """
-func.func private @padded(%x: {x}) -> {padded} {{
+_ZERO = """
+func.func private @zero() -> f32 {
   %zero = arith.constant 0.0 : f32
-  %padded = tensor.pad %x low[{low}] high[{high}] {{
-  ^bb0(%n: index, %h: index, %w: index, %c: index):
-    tensor.yield %zero : f32
-  }} : {x} to {padded}
-  return %padded : {padded}
-}}
+  return %zero : f32
+}
 """
 _SUM = """
 func.func private @sum(%x: {y}, %start: {start}) -> {y} {{
@@ -170,13 +159,11 @@ def _replace(op: Any, last: Any) -> None:
     """
     (result,) = op.results
     for user in [use.owner.operation for use in result.uses]:
-        if _is_transpose(user, _TO_LAST):
+        if _is_transpose(user, TO_LAST):
             user.results[0].replace_all_uses_with(last)
             user.erase()
     if any(True for _ in result.uses):
-        text = _MOVED.format(x=last.type, moved=result.type, order=_TO_FIRST)
-        (first,) = put(text, [last])
-        result.replace_all_uses_with(first)
+        result.replace_all_uses_with(reordered(last, TO_FIRST))
     op.erase()
 
 
@@ -228,15 +215,7 @@ class _Convolution:
         low, high = ([0, *amounts, 0] for amounts in zip(*self.mark.padding, strict=True))
         if not any([*low, *high]):
             return image
-        sizes = zip(image.type.shape, low, high, strict=True)
-        text = _PADDED.format(
-            x=image.type,
-            padded=floats(*map(sum, sizes)),
-            low=", ".join(map(str, low)),
-            high=", ".join(map(str, high)),
-        )
-        (padded,) = put(text, [image])
-        return padded
+        return padded(image, low, high, *put(_ZERO, []))
 
     @property
     def _count(self) -> int:
@@ -245,15 +224,13 @@ class _Convolution:
 
     def _panels(self) -> Any:
         """Lay out the weight as `[G, KH, KW, C, 32]`, or as `[KH, KW, C, F]`."""
-        features, channels, *kernel = self.weight.type.shape
-        kind = self.weight.type
         if self._count > 1:
+            _, channels, *kernel = self.weight.type.shape
             shape = self._count, *kernel, channels, self.columns
-            text = _PACK.format(w=kind, panels=floats(*shape), columns=self.columns)
+            text = _PACK.format(w=self.weight.type, panels=floats(*shape), columns=self.columns)
+            (panels,) = put(text, [self.weight])
         else:
-            moved = floats(*kernel, channels, features)
-            text = _MOVED.format(x=kind, moved=moved, order=[2, 3, 1, 0])
-        (panels,) = put(text, [self.weight])
+            panels = reordered(self.weight, [2, 3, 1, 0])
         return panels if is_weight(self.weight) else behind_barrier(panels)
 
     def _text(self, image: Any, panels: Any) -> str:
@@ -329,11 +306,9 @@ def _padding_of(value: Any) -> list[tuple[int, int]] | None:
 
 def _with_channels_last(value: Any) -> Any:
     """Give images of channels first with these last."""
-    if _is_transpose(value.owner, _TO_FIRST):
+    if _is_transpose(value.owner, TO_FIRST):
         return value.owner.operands[0]
-    shape = [value.type.shape[d] for d in _TO_LAST]
-    (last,) = put(_MOVED.format(x=value.type, moved=floats(*shape), order=_TO_LAST), [value])
-    return last
+    return reordered(value, TO_LAST)
 
 
 def _bias_of(value: Any) -> Any:

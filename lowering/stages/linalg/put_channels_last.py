@@ -8,8 +8,8 @@ from lowering.stages.ir.barrier import behind_barrier
 from lowering.stages.ir.factors import is_weight
 from lowering.stages.ir.symbols import maker_of, ops_of
 from lowering.stages.ir.templates import put
-from lowering.stages.ir.tensors import reordered
-from lowering.stages.ir.types import sizes_of, tensor
+from lowering.stages.ir.tensors import TO_FIRST, TO_LAST, padded, reordered
+from lowering.stages.ir.types import sizes_of
 
 _CONVOLUTION = """
 func.func @convolution(%x: {x}, %w: {w}, %y: {y}) -> {y} {{
@@ -18,16 +18,6 @@ func.func @convolution(%x: {x}, %w: {w}, %y: {y}) -> {y} {{
   return %sums : {y}
 }}
 """
-_PAD = """
-func.func @pad(%image: {image}, %fill: {element}) -> {padded} {{
-  %padded = tensor.pad %image low[{low}] high[{high}] {{
-  ^bb0(%n: index, %h: index, %w: index, %c: index):
-    tensor.yield %fill : {element}
-  }} : {image} to {padded}
-  return %padded : {padded}
-}}
-"""
-_TO_LAST, _TO_FIRST = [0, 2, 3, 1], [0, 3, 1, 2]
 # The op that has them last, and the order in which it reads the dimensions of its weight.
 _LAST = {
     "linalg.conv_2d_nchw_fchw": ("linalg.conv_2d_nhwc_hwcf", [2, 3, 1, 0]),
@@ -69,12 +59,12 @@ def _put_channels_last(op: Any) -> None:
     image, weight, start = op.operands
     last, order = _LAST[op.operation.name]
     with ir.InsertionPoint(op), op.operation.location:
-        padded = _padded(image)
-        x = behind_barrier(reordered(image, _TO_LAST) if padded is None else padded)
+        x = _padded(image)
+        x = behind_barrier(reordered(image, TO_LAST) if x is None else x)
         w = reordered(weight, order)
         if not is_weight(weight):
             w = behind_barrier(w)
-        y = reordered(start, _TO_LAST)
+        y = reordered(start, TO_LAST)
         text = _CONVOLUTION.format(
             op=last,
             dilations=op.attributes["dilations"],
@@ -84,7 +74,7 @@ def _put_channels_last(op: Any) -> None:
             y=y.type,
         )
         (sums,) = put(text, [x, w, y])
-        op.operation.results[0].replace_all_uses_with(reordered(sums, _TO_FIRST))
+        op.operation.results[0].replace_all_uses_with(reordered(sums, TO_FIRST))
     op.operation.erase()
 
 
@@ -96,22 +86,13 @@ def _padded(value: Any) -> Any:
     first, *amounts = pad.operands
     if amounts or maker_of(first) != "linalg.transpose":
         return None
-    if list(first.owner.attributes["permutation"]) != _TO_FIRST:
+    if list(first.owner.attributes["permutation"]) != TO_FIRST:
         return None
     (block,) = pad.regions[0].blocks
     ending, *others = block.operations
     if others or ending.operands[0] in block.arguments:
         return None
     low, high = (
-        [pad.attributes[name][d] for d in _TO_LAST] for name in ("static_low", "static_high")
+        [pad.attributes[name][d] for d in TO_LAST] for name in ("static_low", "static_high")
     )
-    image, (fill,), sizes = first.owner.operands[0], ending.operands, sizes_of(value.type)
-    text = _PAD.format(
-        image=image.type,
-        element=fill.type,
-        padded=tensor([sizes[d] for d in _TO_LAST], str(fill.type)),
-        low=", ".join(map(str, low)),
-        high=", ".join(map(str, high)),
-    )
-    (padded,) = put(text, [image, fill])
-    return padded
+    return padded(first.owner.operands[0], low, high, ending.operands[0])
