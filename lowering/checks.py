@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from lowering.intervals import Interval, Intervals
-from lowering.nodes import ASSERTIONS, draws_random_numbers, is_one_of, origin_of
+from lowering.nodes import ASSERTIONS, draws_random_numbers, is_one_of, write_call
 from lowering.op_names import op_name
 from lowering.signature import Check
 from lowering.sizes import has_elements
@@ -276,9 +276,7 @@ class _Writer:
         self, origin: fx.Node, value: Any, target: Any, /, *args: Any, **kwargs: Any
     ) -> fx.Node:
         """Write a call that gives something like `value`."""
-        node = self._graph.call_function(target, args, kwargs)
-        node.meta = {**origin_of(origin.meta), "val": value}
-        return node
+        return write_call(self._graph, origin, value, target, *args, **kwargs)
 
     def once(self, rule: _Rule, make: Callable[[], Any]) -> Any:
         """Make what a rule needs for all that it is for, at the first of them."""

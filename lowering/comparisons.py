@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowering.nodes import origin_of
+
 aten = torch.ops.aten
 _OF_TENSORS = {
     getattr(aten, name).Scalar: getattr(aten, name).Tensor
@@ -49,11 +51,10 @@ def _compare_with_tensor(node: fx.Node) -> None:
     dtype = torch.result_type(value, number)
     if dtype.is_complex or not _holds(dtype, number):
         return
-    where = {key: found for key, found in node.meta.items() if key not in ("val", "tensor_meta")}
 
     def call(target: Any, *args: Any) -> fx.Node:
         made = node.graph.call_function(target, args)
-        made.meta = dict(where)
+        made.meta = origin_of(node.meta)
         return made
 
     with node.graph.inserting_before(node):

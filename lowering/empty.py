@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
+
+from lowering.nodes import write_call
 
 aten = torch.ops.aten
 _OURS = ("aten", "prims")
@@ -67,13 +70,11 @@ def _make(node: fx.Node, sizes: Mapping[str, fx.Node], fill: int | None = None) 
     known = [s if isinstance(s, int) else sizes.get(str(s.node.expr)) for s in value.shape]
     if None in known:
         return
+    write = functools.partial(write_call, node.graph, node, value)
     with node.graph.inserting_before(node):
-        dtype = {"dtype": value.dtype}
-        made = node.graph.call_function(aten.empty.memory_format, (known,), dtype)
-        made.meta = dict(node.meta)
+        made = write(aten.empty.memory_format, known, dtype=value.dtype)
         if fill is not None:
-            made = node.graph.call_function(aten.full_like.default, (made, fill))
-            made.meta = dict(node.meta)
+            made = write(aten.full_like.default, made, fill)
     node.replace_all_uses_with(made)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from lowering.nodes import is_number, is_scalar, origin_of
+from lowering.nodes import is_number, is_scalar, write_call
 from lowering.sizes import are_known, is_static
 
 aten = torch.ops.aten
@@ -81,16 +81,13 @@ class _Writer:
     """Writes nodes in the place of one, with fake values as those of their arguments make them."""
 
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
-        self._graph = graph
-        self._origin = origin_of(node.meta)
+        self._graph, self._origin = graph, node
 
     def call(self, target: Any, *args: Any, value: Any = None, **kwargs: Any) -> fx.Node:
         """Write a call, of which its fake value may be known."""
         if value is None:
             value = target(*fx.map_arg(args, _value), **kwargs)
-        node = self._graph.call_function(target, args, kwargs)
-        node.meta = {**self._origin, "val": value}
-        return node
+        return write_call(self._graph, self._origin, value, target, *args, **kwargs)
 
     def number(self, number: Any, dtype: torch.dtype, like: torch.Tensor) -> fx.Node:
         """Write a tensor of one number, on the device of another."""

@@ -88,6 +88,15 @@ def origin_of(meta: Mapping[str, Any]) -> dict[str, Any]:
     return {name: meta[name] for name in _OF_ORIGIN if name in meta}
 
 
+def write_call(
+    graph: fx.Graph, origin: fx.Node, value: Any, target: Any, /, *args: Any, **kwargs: Any
+) -> fx.Node:
+    """Write a call that gives something like `value`, in the name of another node."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta = {**origin_of(origin.meta), "val": value}
+    return node
+
+
 def view_root(node: fx.Node) -> fx.Node:
     """Return the node whose memory `node` is a view of; itself if it is no view."""
     return view_chain(node)[-1]

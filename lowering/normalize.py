@@ -15,7 +15,7 @@ from torch._prims.rng_prims import run_and_save_rng_state
 from lowering.comparisons import compare_with_tensors
 from lowering.empty import make_empty_values
 from lowering.errors import InternalError
-from lowering.nodes import is_view, view_root
+from lowering.nodes import is_view, view_root, write_call
 from lowering.randomness import read_sizes_only
 from lowering.sizes import is_static
 
@@ -194,11 +194,10 @@ def _view_what_replaces_all(graph: fx.Graph) -> None:
             with graph.inserting_before(node):
                 sizes = list(value.meta["val"].shape)
                 if any(map(_leads_to_result, node.users)):
-                    meta = dict(source.meta)
-                    source = graph.call_function(aten.clone.default, (source,))
-                    source.meta = meta
-                view = graph.call_function(aten.view.default, (source, sizes))
-            view.meta = node.meta
+                    source = write_call(
+                        graph, source, source.meta["val"], aten.clone.default, source
+                    )
+                view = write_call(graph, node, node.meta["val"], aten.view.default, source, sizes)
             node.replace_all_uses_with(view)
 
 

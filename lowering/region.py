@@ -14,7 +14,7 @@ from lowering.checks import keep_right
 from lowering.dtypes import dtype_name
 from lowering.graph_modules import graph_module_of
 from lowering.importable import make_importable
-from lowering.nodes import is_scalar, origin_of
+from lowering.nodes import is_scalar, origin_of, write_call
 from lowering.segments import Segment
 from lowering.signature import NUMBERS, ScalarSpec, Signature, TensorSpec, inverse
 from lowering.sizes import settled, size_hint
@@ -158,7 +158,7 @@ def _take(graph: fx.Graph, name: str, source: fx.Node) -> fx.Node:
     if order == tuple(range(value.dim())):
         return placeholder
     placeholder.meta["val"] = value.permute(order)
-    return _permute(graph, placeholder, inverse(order), value)
+    return write_call(graph, source, value, aten.permute.default, placeholder, list(inverse(order)))
 
 
 def _argument(node: fx.Node, values: Mapping[fx.Node, fx.Node]) -> fx.node.Argument:
@@ -172,13 +172,8 @@ def _give(graph: fx.Graph, node: fx.Node, source: fx.Node) -> fx.Node:
     order = memory_order(value)
     if order == tuple(range(value.dim())):
         return node
-    return _permute(graph, node, order, value.permute(order))
-
-
-def _permute(graph: fx.Graph, node: fx.Node, order: Sequence[int], value: torch.Tensor) -> fx.Node:
-    permuted = graph.call_function(aten.permute.default, (node, list(order)))
-    permuted.meta["val"] = value
-    return permuted
+    permuted = value.permute(order)
+    return write_call(graph, source, permuted, aten.permute.default, node, list(order))
 
 
 def value_spec(value: object) -> TensorSpec | ScalarSpec:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowering.nodes import origin_of
+from lowering.nodes import origin_of, write_call
 from lowering.rewrites.channels_last import images_of
 from lowering.rewrites.windows import to_first, to_last
 from lowering.target import CompileTarget
@@ -66,7 +66,5 @@ def _cloned(before: fx.Node, image: fx.Node, memory_format: torch.memory_format)
         last = value.new_empty([value.shape[dim] for dim in to_last(value.ndim)])
         made = value.new_empty_strided(value.shape, last.permute(to_first(value.ndim)).stride())
     with before.graph.inserting_before(before):
-        kwargs: dict[str, Any] = {"memory_format": memory_format}
-        copy = before.graph.call_function(torch.ops.aten.clone.default, (image,), kwargs)
-    copy.meta = {**origin_of(image.meta), "val": made}
-    return copy
+        op = torch.ops.aten.clone.default
+        return write_call(before.graph, image, made, op, image, memory_format=memory_format)
