@@ -17,7 +17,7 @@ from torch._C._dynamo.guards import compute_overlapping_tensors
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from npu_iree.frozen import address_of, is_lazy_copy, storage_address
+from npu_iree.frozen import address_of, is_lazy_copy, storage_address, storage_id
 from npu_iree.torch_device.current import NAME, is_on_npu
 
 # For each argument that overlaps another: its position, the first position in that memory, and
@@ -54,7 +54,7 @@ class Aliases:
         # Of every tensor in every call, weights among them; Dynamo sees to it that they stay on
         # their devices.
         self._place = _place if any(map(is_on_npu, tensors)) else storage_address
-        self._expected = self._aliasing(tensors, [t.untyped_storage()._cdata for t in tensors])
+        self._expected = self._aliasing(tensors, list(map(storage_id, tensors)))
 
     @property
     def are_shared(self) -> bool:
@@ -163,16 +163,12 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _place(tensor: torch.Tensor) -> int:
     """Name the memory that a tensor reads: where it begins, or the storage that has the handle."""
-    return _storage(tensor) if is_on_npu(tensor) else storage_address(tensor)
+    return storage_id(tensor) if is_on_npu(tensor) else storage_address(tensor)
 
 
 def _memory(tensor: torch.Tensor) -> int:
     """Name the memory that a tensor writes to: a lazy copy is moved to its own first."""
-    return _storage(tensor) if is_lazy_copy(tensor) else _place(tensor)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return storage_id(tensor) if is_lazy_copy(tensor) else _place(tensor)
 
 
 def _has_memory(value: object) -> bool:

@@ -43,6 +43,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from lowering.decompositions import decomposition_table
 from lowering.digest import text_digest
 from lowering.key import compiler_build
+from npu_iree.frozen import storage_id
 from npu_iree.graph_bytes import graph_bytes, graph_from_bytes
 from npu_iree.options import Options
 from npu_iree.settings import Settings
@@ -318,7 +319,7 @@ def _can_be_kept(options: Options, graph_module: fx.GraphModule, inputs: Sequenc
         and not should_bundle_autograd_cache()  # PyTorch wants all that we compile, too
         and not options.decompositions
         and all(map(_is_plain, inputs))
-        and len({value.untyped_storage()._cdata for value in inputs}) == len(inputs)
+        and len(set(map(storage_id, inputs))) == len(inputs)
         and all(_is_known(node) for node in graph_module.graph.nodes)
         and not any(_replaces_pytorchs(name) for name in torch.library._impls)
     )

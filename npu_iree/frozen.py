@@ -25,6 +25,11 @@ _offset: Any = torch.Tensor.storage_offset
 _version: Any = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
 
 
+def storage_id(tensor: torch.Tensor) -> int:
+    """Tell a tensor's storage apart from others, on any device."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def address_of(tensor: torch.Tensor) -> int:
     """Return where a tensor's bytes are; unlike `data_ptr()`, without ending a copy-on-write."""
     return storage_address(tensor) + int(tensor.storage_offset()) * tensor.element_size()

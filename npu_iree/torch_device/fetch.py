@@ -42,7 +42,7 @@ def on_host(tensors: Sequence[torch.Tensor], reader: str, reason: str = "") -> l
         record(Transfer("wait", "wait", 0, names, reader, where, reason))
     host = dict(zip(map(id, arrays), target.fetch(arrays) if arrays else [], strict=True))
     return [
-        _strided(host.get(id(array), _NOTHING), tensor, offset)
+        strided(host.get(id(array), _NOTHING), tensor, offset)
         for tensor, (array, offset) in zip(tensors, wanted, strict=True)
     ]
 
@@ -56,6 +56,13 @@ def _piece(tensor: torch.Tensor) -> tuple[DeviceArray, int]:
     return read(tensor), 0
 
 
-def _strided(flat: torch.Tensor, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+def strided(flat: torch.Tensor, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """Return the elements of a tensor that lie in fetched bytes, from an offset on."""
     view = torch.empty(0, dtype=tensor.dtype, device="cpu")
     return view.set_(flat.untyped_storage(), offset, tensor.shape, tensor.stride())
+
+
+def as_lazy(host: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return what was fetched of a tensor with what that holds lazily."""
+    host = torch._conj(host) if tensor.is_conj() else host
+    return torch._neg_view(host) if tensor.is_neg() else host

@@ -13,9 +13,10 @@ from torch.utils import _pytree as pytree
 
 from lowering.errors import HostOp, UnsupportedOpError
 from lowering.unfit import what_is_wrong
+from npu_iree.frozen import storage_id
 from npu_iree.torch_device.calls import functional_of
 from npu_iree.torch_device.current import CURRENT, FALLBACK, device, is_on_npu, user_line
-from npu_iree.torch_device.fetch import on_host
+from npu_iree.torch_device.fetch import as_lazy, on_host, strided
 from npu_iree.torch_device.moves import order_for_writing, write
 from npu_iree.torch_device.put import put_in_order, to_device
 from npu_iree.torch_device.storage import as_bytes, blank_like, resize
@@ -181,18 +182,14 @@ def _copies(
         return []
     bytes_ = [as_bytes(t.untyped_storage()) for t in inputs]
     host = on_host(bytes_, str(op), "PyTorch's CPU kernel runs it")
-    changed = {t.untyped_storage()._cdata for t in written.values()}
+    changed = set(map(storage_id, written.values()))
     own: dict[int, torch.Tensor] = {}
     copies = []
     for tensor, flat in zip(inputs, host, strict=True):
-        storage = tensor.untyped_storage()._cdata
+        storage = storage_id(tensor)
         if storage in changed:
             flat = own.setdefault(storage, flat.clone())
-        view = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
-            flat.untyped_storage(), int(tensor.storage_offset()), tensor.shape, tensor.stride()
-        )
-        view = torch._conj(view) if tensor.is_conj() else view
-        copies.append(torch._neg_view(view) if tensor.is_neg() else view)
+        copies.append(as_lazy(strided(flat, tensor, int(tensor.storage_offset())), tensor))
     return copies
 
 
@@ -209,12 +206,11 @@ def _is_fresh(tensor: torch.Tensor, op: torch._ops.OpOverload, leaves: Sequence[
 
     What `from_file` gives is the file.
     """
-    storage = tensor.untyped_storage()
     is_new = op.namespace == "aten" and op is not torch.ops.aten.from_file.default
-    if not is_new or tensor.nbytes != storage.nbytes():
+    if not is_new or tensor.nbytes != tensor.untyped_storage().nbytes():
         return False
     return all(
-        leaf.untyped_storage()._cdata != storage._cdata
+        storage_id(leaf) != storage_id(tensor)
         for leaf in leaves
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from npu_iree.frozen import storage_id
 from npu_iree.torch_device.current import is_on_npu
 from npu_iree.torch_device.storage import dense_order
 
@@ -109,7 +110,7 @@ def refuse_shared(target: torch.Tensor, source: torch.Tensor) -> None:
     Raises:
         RuntimeError: they share one.
     """
-    if target.untyped_storage()._cdata == source.untyped_storage()._cdata:
+    if storage_id(target) == storage_id(source):
         what = (
             "some elements of the input tensor and the written-to tensor refer to a single memory "
             "location"

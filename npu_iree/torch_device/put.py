@@ -6,6 +6,7 @@ import torch
 
 from npu_iree.array import DeviceArray
 from npu_iree.device import dense_copy, why_not_in_place
+from npu_iree.frozen import storage_id
 from npu_iree.memory import ELEMENT_TYPES
 from npu_iree.timeline import NOW
 from npu_iree.torch_device import account
@@ -70,12 +71,8 @@ def put_in_order(
         theirs: what it was made of, and somebody else may write to; None: nobody does.
     """
     stored = tensor.resolve_conj().resolve_neg().permute(order).contiguous()
-    is_ours = theirs is None or _memory(stored) != _memory(theirs)
+    is_ours = theirs is None or storage_id(stored) != storage_id(theirs)
     return put_dense(stored, name, is_ours=is_ours)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def to_device(tensor: torch.Tensor, name: str, *, is_ours: bool = False) -> torch.Tensor:

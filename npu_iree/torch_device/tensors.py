@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from npu_iree.frozen import storage_id
 from npu_iree.torch_device.current import different_devices, index_of, is_on_npu
-from npu_iree.torch_device.fetch import on_host
+from npu_iree.torch_device.fetch import as_lazy, on_host
 from npu_iree.torch_device.host import put_into, tell
 from npu_iree.torch_device.kernels import NoKernelError
 from npu_iree.torch_device.moves import convert, order_for_writing, write
@@ -101,14 +102,9 @@ def _host_value(tensor: Tensor) -> Tensor:
 def _host_values(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Bring tensors to the CPU behind one wait; see `_host_value`."""
     return [
-        _as_lazy(host, tensor)
+        as_lazy(host, tensor)
         for host, tensor in zip(on_host(tensors, "the CPU"), tensors, strict=True)
     ]
-
-
-def _as_lazy(host: Tensor, tensor: Tensor) -> Tensor:
-    host = torch._conj(host) if tensor.is_conj() else host
-    return torch._neg_view(host) if tensor.is_neg() else host
 
 
 def _copy_within(source: Tensor, target: Tensor) -> None:
@@ -185,7 +181,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 def _is_set_to(one: Tensor, other: Tensor) -> bool:
     return (
-        one.untyped_storage()._cdata == other.untyped_storage()._cdata
+        storage_id(one) == storage_id(other)
         and one.storage_offset() == other.storage_offset()
         and one.shape == other.shape
         and one.stride() == other.stride()
