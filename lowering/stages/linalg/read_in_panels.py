@@ -21,7 +21,7 @@ from lowering.stages.ir.matrix_unit import COLUMNS, ROWS, has_tiles, suits_tiles
 from lowering.stages.ir.structured import RESHAPES, broadcast_inputs, is_elementwise, is_zeros
 from lowering.stages.ir.symbols import maker_of, ops_of, origin_of
 from lowering.stages.ir.templates import compilation_info, replace_by
-from lowering.stages.ir.types import floats, sizes_of, tensor
+from lowering.stages.ir.types import sizes_of, tensor
 from lowering.stages.ir.work_items import ANY_ROWS, work_item
 from lowering.stages.linalg.mark_convolutions import MARK
 
@@ -34,7 +34,7 @@ _BLOCKS: Mapping[frozenset[str], tuple[int, int] | None] = {
 }
 _LEAST_PADDED = 512  # columns, of which at most one panel is not full
 
-# Of stacked matrices, {s} is "s, "; of single ones, nothing.
+# Of stacked matrices, {s} is "s, "; of single ones, nothing. {mark} is empty where rows are known.
 _PRODUCT = """
 func.func private @product(%x: {x}, %w: {w}, %start: {start}) -> {y} {{
   %empty = tensor.empty() : {panels}
@@ -46,7 +46,7 @@ func.func private @product(%x: {x}, %w: {w}, %start: {start}) -> {y} {{
                        affine_map<({s}m, n, l, k) -> ({s}m, n, l)>],
       iterator_types = [{parallel}, "reduction"]}}
       ins(%x, %panels : {x}, {panels}) outs(%zeros : {split})
-      attrs = {{compilation_info = {tiles}}} {{
+      attrs = {{{mark}compilation_info = {tiles}}} {{
   ^bb0(%a: f32, %b: {dtype}, %sum: f32):
     {widen}
     %ab = arith.mulf %a, %{factor} : f32
@@ -54,32 +54,6 @@ func.func private @product(%x: {x}, %w: {w}, %start: {start}) -> {y} {{
     linalg.yield %next : f32
   }} -> {split}
   {end}
-  return %y : {y}
-}}
-"""
-# Of a number of rows that is not known; `lowering.stages.flow.rows` writes the loops.
-_OF_ANY_ROWS = """
-func.func private @product(%x: {x}, %w: {w}) -> {y} {{
-  %empty = tensor.empty() : {panels}
-  {pack}
-  %first = arith.constant 0 : index
-  %m = tensor.dim %x, %first : {x}
-  %unset = tensor.empty(%m) : {split}
-  %nothing = arith.constant 0.0 : f32
-  %zeros = linalg.fill ins(%nothing : f32) outs(%unset : {split}) -> {split}
-  %parts = linalg.generic {{
-      indexing_maps = [affine_map<(m, n, l, k) -> (m, k)>,
-                       affine_map<(m, n, l, k) -> (n, k, l)>,
-                       affine_map<(m, n, l, k) -> (m, n, l)>],
-      iterator_types = ["parallel", "parallel", "parallel", "reduction"]}}
-      ins(%x, %panels : {x}, {panels}) outs(%zeros : {split}) attrs = {{{mark},
-      compilation_info = {tiles}}} {{
-  ^bb0(%a: f32, %b: f32, %sum: f32):
-    %ab = arith.mulf %a, %b : f32
-    %next = arith.addf %sum, %ab : f32
-    linalg.yield %next : f32
-  }} -> {split}
-  %y = tensor.collapse_shape %parts [[0], [1, 2]] : {split} into {y}
   return %y : {y}
 }}
 """
@@ -105,6 +79,14 @@ _BEGIN_PADDED = """
 _END_PADDED = """
   %all = tensor.collapse_shape %parts {columns} : {split} into {whole}
   %y = tensor.extract_slice %all {zeros} {sizes} {ones} : {whole} to {y}
+"""
+# Where the number of rows is not known; `lowering.stages.flow.rows` writes the loops.
+_BEGIN_ANY_ROWS = """
+  %first = arith.constant 0 : index
+  %m = tensor.dim %x, %first : {x}
+  %unset = tensor.empty(%m) : {split}
+  %nothing = arith.constant 0.0 : f32
+  %zeros = linalg.fill ins(%nothing : f32) outs(%unset : {split}) -> {split}
 """
 PANELS = "npu_iree.panels"  # beside a product: rows, at most, of a block
 _NAMES = {"linalg.matmul": 2, "linalg.batch_matmul": 3}  # -> dimensions of a factor
@@ -202,22 +184,27 @@ class _Product:
         _, k, n = self.sizes
         return tensor([*self.stack, *((n, k) if self.is_transposed else (k, n))], self.dtype)
 
+    @property
+    def _begin(self) -> str:
+        if self.sizes[0] is None:
+            return _BEGIN_ANY_ROWS
+        return _BEGIN_PADDED if self.is_padded else _BEGIN
+
     def text(self) -> str:
         """Write it."""
         (m, k, n), (most, width), stack = self.sizes, self.block, self.stack
-        if m is None:
-            return self._of_any_rows()
-        rows = -(-m // -(-m // most))  # of blocks as high as one another
+        rows = 1 if m is None else -(-m // -(-m // most))  # of blocks as high as one another
         count, first = -(-n // width), len(stack)
-        item = work_item(m, count, math.prod(stack), rows)
+        item = work_item(ANY_ROWS if m is None else m, count, math.prod(stack), rows)
         widen, factor = as_float("b", self.dtype)
         split, whole = [*stack, m, count, width], [*stack, m, count * width]
         ends = {
             "columns": [[d] for d in range(first + 1)] + [[first + 1, first + 2]],
-            "split": floats(*split),
+            "split": tensor(split, "f32"),
             "shape": split,
-            "whole": floats(*whole),
-            "y": floats(*stack, m, n),
+            "whole": tensor(whole, "f32"),
+            "x": tensor([*stack, m, k], "f32"),
+            "y": tensor([*stack, m, n], "f32"),
             "zeros": [0] * len(whole),
             "sizes": [*stack, m, n],
             "ones": [1] * len(whole),
@@ -225,11 +212,11 @@ class _Product:
         panels = tensor([*stack, count, k, width], self.dtype)
         return _PRODUCT.format(
             pack=self._pack(panels),
-            x=floats(*stack, m, k),
+            x=ends["x"],
             w=self.factor,
             y=ends["y"],
             start="f32" if self.is_padded else ends["y"],
-            begin=(_BEGIN_PADDED if self.is_padded else _BEGIN).format(**ends),
+            begin=self._begin.format(**ends),
             end=(_END_PADDED if self.is_padded else _END).format(**ends),
             panels=panels,
             dtype=self.dtype,
@@ -238,22 +225,8 @@ class _Product:
             split=ends["split"],
             s="s, " if stack else "",
             parallel=", ".join(['"parallel"'] * (first + 3)),
+            mark=f"{PANELS} = {most}, " if m is None else "",
             tiles=self._tiles(item, rows),
-        )
-
-    def _of_any_rows(self) -> str:
-        _, k, n = self.sizes
-        width = self.block[1]
-        panels = n // width
-        return _OF_ANY_ROWS.format(
-            pack=self._pack(floats(panels, k, width)),
-            x=tensor([None, k], "f32"),
-            w=self.factor,
-            y=tensor([None, n], "f32"),
-            panels=floats(panels, k, width),
-            split=tensor([None, panels, width], "f32"),
-            mark=f"{PANELS} = {self.block[0]}",
-            tiles=self._tiles(work_item(ANY_ROWS, panels, 1, 1), 1),
         )
 
     def _tiles(self, item: tuple[int, int], rows: int) -> str:
@@ -350,7 +323,7 @@ def _product_of_any_rows(op: Any, block: tuple[int, int]) -> _Product | None:
         block=block,
         is_transposed=source is not None,
         is_weight=is_weight(factor),
-        arguments=(x, factor),
+        arguments=(x, factor, start),
         dtype="f32",
     )
 
