@@ -209,20 +209,25 @@ def _installed() -> tuple[dict[str, Target], dict[str, str]]:
     found = {t.name: t for t in (NPU_LOCAL, NPU_VIRTUAL, CUDA)}
     broken: dict[str, str] = {}
     for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
-        try:
-            target = entry.load()
-        except Exception as error:  # whatever another package does when it is imported
-            broken[entry.name] = f"it cannot be loaded: {type(error).__name__}: {error}"
-        else:
-            if not isinstance(target, Target):
-                broken[entry.name] = f"it is no npu_iree.Target but {type(target).__name__}"
-            elif found.setdefault(target.name, target) is not target:
-                broken[entry.name] = f"another package defines a target {target.name!r}, too"
-            elif entry.name != target.name:
-                broken[entry.name] = f"the target of this entry point is named {target.name!r}"
-        if entry.name in broken:
-            _log.warning("target %s (%s): %s", entry.name, entry.value, broken[entry.name])
+        if problem := _add(found, entry):
+            broken[entry.name] = problem
+            _log.warning("target %s (%s): %s", entry.name, entry.value, problem)
     return found, broken
+
+
+def _add(found: dict[str, Target], entry: metadata.EntryPoint) -> str:
+    """Load a target, and add it to those found by name; return what is wrong with it, if so."""
+    try:
+        target = entry.load()
+    except Exception as error:  # whatever another package does when it is imported
+        return f"it cannot be loaded: {type(error).__name__}: {error}"
+    if not isinstance(target, Target):
+        return f"it is no npu_iree.Target but {type(target).__name__}"
+    if found.setdefault(target.name, target) is not target:
+        return f"another package defines a target {target.name!r}, too"
+    if entry.name != target.name:
+        return f"the target of this entry point is named {target.name!r}"
+    return ""
 
 
 def find_target(name: str) -> Target:

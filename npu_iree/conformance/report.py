@@ -51,15 +51,19 @@ def junit(verdicts: Iterable[Verdict], judged_as: Mapping[str, object]) -> str:
         _add_properties(suite, {**judged_as, "share": share, "share of lowered": of_lowered})
         for verdict in found:
             test = ElementTree.SubElement(suite, "testcase", name=verdict.key, classname=target)
-            _add_properties(test, {"outcome": verdict.outcome})
-            if verdict.outcome in BAD:
-                problem = ElementTree.SubElement(test, "failure", message=verdict.outcome)
-                problem.text = _printable(verdict.detail)
-            elif verdict.outcome == "skipped":
-                ElementTree.SubElement(test, "skipped", message=_printable(verdict.detail[:200]))
-            elif verdict.detail:
-                ElementTree.SubElement(test, "system-out").text = _printable(verdict.detail)
+            _add_verdict(test, verdict)
     return ElementTree.tostring(root, encoding="unicode")
+
+
+def _add_verdict(test: ElementTree.Element, verdict: Verdict) -> None:
+    _add_properties(test, {"outcome": verdict.outcome})
+    if verdict.outcome in BAD:
+        problem = ElementTree.SubElement(test, "failure", message=verdict.outcome)
+        problem.text = _printable(verdict.detail)
+    elif verdict.outcome == "skipped":
+        ElementTree.SubElement(test, "skipped", message=_printable(verdict.detail[:200]))
+    elif verdict.detail:
+        ElementTree.SubElement(test, "system-out").text = _printable(verdict.detail)
 
 
 def _add_properties(element: ElementTree.Element, values: Mapping[str, object]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch.export import ExportedProgram
 
 from lowering.abi import ENTRY
+from lowering.build import Builder
 from lowering.compiler import Compiler
 from lowering.cpu import CPU_FLAG, THIS_CPU
 from lowering.errors import ArtifactError, ExportError
@@ -130,7 +131,7 @@ def write_artifact(
             are of no such artifact.
     """
     options.check()
-    path, compiler = place_behind(Path(path)), options.compiler
+    path, builder = place_behind(Path(path)), options.compiler.builder
     if path.is_dir() or path.suffix == f".{options.params}":
         raise ArtifactError(path, "it cannot be written: call it something.vmfb")
     beside = path.with_suffix(f".{options.params}")
@@ -141,24 +142,12 @@ def write_artifact(
     exports = _captured(programs, options)
     tensors = stored_tensors(exports)
     if options.params == "embed" and tensors:
-        with tempfile.TemporaryDirectory(prefix="npu-iree-") as scratch:
-            file = Path(scratch) / "parameters.irpa"
-            save_parameters(tensors, file)
-            builder = replace(compiler.builder, cache=None)  # a key holds no weights
-            flags = (*builder.toolchain.flags, *_import_flags(file))
-            builder = replace(builder, toolchain=replace(builder.toolchain, flags=flags))
-            made = compile_exports(exports, builder, driver=options.driver)
-            made = _without_flags(made, _import_flags(file))
-            _check_embedded(made.manifest, tensors)
+        made = _compiled_with(tensors, exports, builder, options.driver)
     else:
         name = beside.name if tensors else ""
-        if name and is_written_through(path):
-            raise ArtifactError(path, "it is no file, and has no parameters beside it: embed them")
         if name:
-            _check_replaced(path, beside, tensors)
-        made = compile_exports(
-            exports, compiler.builder, driver=options.driver, parameter_file=name
-        )
+            _check_beside(path, beside, tensors)
+        made = compile_exports(exports, builder, driver=options.driver, parameter_file=name)
     manifest = replace(made.manifest, source=dict(options.source))
     write_files(path, pack(made.module, manifest), manifest.parameter_file, made.tensors)
     return manifest
@@ -180,11 +169,30 @@ def _captured(programs: Programs, options: BuildOptions) -> list[Export]:
     return exports
 
 
-def _check_replaced(artifact: Path, beside: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuse to write over parameters, but for the same, and those that the artifact has now.
+def _compiled_with(
+    tensors: Mapping[str, torch.Tensor], exports: Sequence[Export], builder: Builder, driver: str
+) -> OfflineProgram:
+    """Compile captured programs into one module that holds their parameters."""
+    with tempfile.TemporaryDirectory(prefix="npu-iree-") as scratch:
+        file = Path(scratch) / "parameters.irpa"
+        save_parameters(tensors, file)
+        imports = _import_flags(file)
+        flags = (*builder.toolchain.flags, *imports)
+        toolchain = replace(builder.toolchain, flags=flags)
+        builder = replace(builder, cache=None, toolchain=toolchain)  # a key holds no weights
+        made = _without_flags(compile_exports(exports, builder, driver=driver), imports)
+    _check_embedded(made.manifest, tensors)
+    return made
 
-    Models are often kept as `model.safetensors`.
+
+def _check_beside(artifact: Path, beside: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Refuse what has nothing beside it, and to write over parameters of others.
+
+    The same, and those that the artifact has now, are written over. Models are often
+    kept as `model.safetensors`.
     """
+    if is_written_through(artifact):
+        raise ArtifactError(artifact, "it is no file, and has no parameters beside it: embed them")
     if not beside.exists():
         return
     with contextlib.suppress(ArtifactError):  # the artifact is not there, or has others
