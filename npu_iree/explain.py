@@ -11,13 +11,13 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from lowering.errors import HostOp, first_line
+from lowering.errors import first_line
 from lowering.plan import Gather, Plan, Put
 from lowering.region import Region
 from npu_iree.aot import aot_backend
 from npu_iree.backend import Source, aot_graph
 from npu_iree.compiled_call import is_compiled_function
-from npu_iree.errors import EagerOnlyError, OptionError
+from npu_iree.errors import EagerOnlyError, HostOp, OptionError
 from npu_iree.options import Options
 from npu_iree.targets import Target
 from npu_iree.toolchain import compiler_for

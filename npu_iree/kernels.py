@@ -8,13 +8,13 @@ from collections.abc import Mapping
 import torch
 from torch._library.utils import has_fake_kernel
 
-from lowering.errors import StageError
 from lowering.kernel_calls import check_schema
 from lowering.kernels import Kernel, KernelError
 from lowering.key import package_version
 from lowering.service import Limits
 from lowering.stages import CompileOptions
 from lowering.suggest import suggested
+from npu_iree.errors import StageError
 from npu_iree.targets import NPU_LOCAL
 from npu_iree.workers import compile_service
 

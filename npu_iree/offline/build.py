@@ -17,7 +17,6 @@ from lowering.abi import ENTRY
 from lowering.build import Builder
 from lowering.compiler import Compiler
 from lowering.cpu import CPU_FLAG, THIS_CPU
-from lowering.errors import ArtifactError, ExportError
 from lowering.export import Export
 from lowering.files import is_written_through, opened_atomically, place_behind, try_to_write
 from lowering.manifest import Manifest
@@ -32,7 +31,7 @@ from lowering.pipeline import stop_after
 from lowering.program import Program
 from lowering.ranges import LEAST_TRACED
 from lowering.vmfb import pack, read_manifest
-from npu_iree.errors import OptionError
+from npu_iree.errors import ArtifactError, ExportError, OptionError
 from npu_iree.offline.parameter_files import holds, save_parameters
 from npu_iree.offline.parameters import Parameters
 from npu_iree.options import Options

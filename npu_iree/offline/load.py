@@ -11,11 +11,11 @@ import torch
 
 from lowering.artifact import Artifact
 from lowering.cpu import missing_features
-from lowering.errors import ArtifactError, first_line
+from lowering.errors import first_line
 from lowering.manifest import Call, Manifest
 from lowering.vmfb import unpack
 from npu_iree.device import Device, open_device
-from npu_iree.errors import ArgumentError, TargetError
+from npu_iree.errors import ArgumentError, ArtifactError, TargetError
 from npu_iree.executable import Executable
 from npu_iree.offline.declarations import check_declarations, check_manifest
 from npu_iree.offline.entry import LoadedEntry

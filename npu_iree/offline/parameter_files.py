@@ -22,8 +22,8 @@ from iree.runtime import _binding as hal
 
 from lowering.digest import memory_of, tensor_digest
 from lowering.dtypes import DTYPES, dtype_name
-from lowering.errors import ArtifactError
 from lowering.files import is_written_through, replacement
+from npu_iree.errors import ArtifactError
 
 _DIGESTS = "npu_iree.sha256"
 _HEADER_BYTES = 100 << 20

@@ -10,9 +10,9 @@ import torch
 
 from lowering.digest import is_same_value, tensor_digest
 from lowering.dtypes import DTYPES, dtype_name
-from lowering.errors import ArtifactError
 from lowering.files import place_behind
 from lowering.manifest import Manifest, Parameter
+from npu_iree.errors import ArtifactError
 from npu_iree.offline.parameter_files import Stored, read_parameters
 
 

@@ -11,8 +11,8 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
-from lowering.errors import HostOp, UnsupportedOpError
 from lowering.unfit import what_is_wrong
+from npu_iree.errors import HostOp, UnsupportedOpError
 from npu_iree.frozen import storage_id
 from npu_iree.torch_device.calls import functional_of
 from npu_iree.torch_device.current import CURRENT, FALLBACK, device, is_on_npu, user_line

@@ -29,11 +29,11 @@ from lowering.eager import (
     trace,
 )
 from lowering.effort import Effort
-from lowering.errors import HostOp
 from lowering.expressions import Sizes, expression_of, value_of
 from lowering.heal import refuses_everything
 from lowering.region import Region
 from lowering.signature import ScalarSpec, TensorSpec
+from npu_iree.errors import HostOp
 from npu_iree.executable import Executable
 from npu_iree.function import INLINE_EFFORT
 from npu_iree.function import Function as DeviceFunction
