@@ -42,15 +42,10 @@ def is_same_value(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Say whether two tensors are of one dtype and shape and hold the same bytes."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    return is_same_memory(one, other) or tensor_digest(one) == tensor_digest(other)
-
-
-def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Say whether two tensors are at one address, and their bytes mean the same."""
-    return memory_of(one) == memory_of(other)
+    return memory_of(one) == memory_of(other) or tensor_digest(one) == tensor_digest(other)
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Name the memory that a tensor is, and what its bytes mean."""
+    """Name the memory that a tensor is, and what its bytes mean; ends a copy-on-write."""
     lies = tensor.data_ptr(), tensor.shape, tensor.stride()
     return *lies, tensor.dtype, tensor.is_conj(), tensor.is_neg()

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from lowering.arithmetic import can_evaluate
 from lowering.capture import CapturedGraph
-from lowering.digest import is_same_memory
+from lowering.digest import memory_of
 from lowering.dtypes import DTYPE_NAMES
 from lowering.errors import ExportError
 from lowering.manifest import Argument, Call, Constant, Source
@@ -241,7 +241,7 @@ class _Inputs:
             raise ExportError(f"{self._entry}: {name} is {value.dtype}, which no artifact holds")
         stored = self.stored[name] = self._names.name_of(name, value)
         for called in (name, stored):
-            if not is_same_memory(self.tensors.setdefault(called, value), value):
+            if memory_of(self.tensors.setdefault(called, value)) != memory_of(value):
                 raise ExportError(
                     f"{self._entry}: {name} is what another entry point calls {stored}, and "
                     f"{called} is another tensor here; entry points share their parameters by name"

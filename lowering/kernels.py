@@ -10,10 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lowering.errors import NpuIreeError
-from lowering.signature import NUMBERS
+from lowering.signature import NUMBERS, mlir_type
 
-# Where MLIR, and so IREE, calls an element type otherwise than we do.
-ELEMENT_TYPES = {"u8": "i8", "bool": "i1", "c64": "complex<f32>", "c128": "complex<f64>"}
 _COMMENT = re.compile(r"//[^\n]*")
 _FUNCTION = re.compile(r"func\.func\s+(?P<private>private\s+)?(?:public\s+)?@(?P<name>[\w$.-]+)")
 _TENSOR = re.compile(r"tensor<(?P<sizes>(?:(?:\d+|\?)x)*)(?P<element>b?f\d+|i\d+|complex<f\d+>)>$")
@@ -40,7 +38,7 @@ class KernelType:
     @classmethod
     def of(cls, dtype: str, shape: Sequence[int | None]) -> KernelType:
         """Return that of a tensor of a dtype, by its name in `lowering.dtypes`."""
-        return cls(ELEMENT_TYPES.get(dtype, dtype), tuple(shape))
+        return cls(mlir_type(dtype), tuple(shape))
 
     def takes(self, other: KernelType) -> bool:
         """Say whether every value of the other type is one of this."""

@@ -37,6 +37,13 @@ class TensorSpec:
 
 # What a number is to PyTorch, by its dtype; a bool is an int, too, so it comes first.
 NUMBERS: Mapping[str, type] = {"i1": bool, "i64": int, "f64": float}
+# Where MLIR, and so IREE, calls an element type otherwise than we do.
+_MLIR_TYPES = {"u8": "i8", "bool": "i1", "c64": "complex<f32>", "c128": "complex<f64>"}
+
+
+def mlir_type(dtype: str) -> str:
+    """Return MLIR's name of a dtype, by its name in `lowering.dtypes`."""
+    return _MLIR_TYPES.get(dtype, dtype)
 
 
 @dataclass(frozen=True)

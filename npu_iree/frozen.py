@@ -60,7 +60,7 @@ def end_lazy_copy(tensor: torch.Tensor) -> None:
 
 
 def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Say whether two tensors are the same elements in the same memory."""
+    """Say whether two tensors are the same elements in the same memory; ends no copy-on-write."""
     if one is other:
         return True
     if one.shape != other.shape or address_of(one) != address_of(other):

@@ -20,7 +20,7 @@ _STAGING = int(hal.MemoryType.HOST_LOCAL | hal.MemoryType.DEVICE_VISIBLE)
 _DEVICE_USAGE = int(hal.BufferUsage.DEFAULT)
 _STAGING_USAGE = int(hal.BufferUsage.TRANSFER | hal.BufferUsage.MAPPING)
 
-ELEMENT_TYPES = {
+HAL_TYPES = {
     torch.float16: hal.HalElementType.FLOAT_16,
     torch.bfloat16: hal.HalElementType.BFLOAT_16,
     torch.float32: hal.HalElementType.FLOAT_32,
@@ -142,7 +142,7 @@ class UnifiedMemory:
             memory = self._device.allocator.import_host_allocation(
                 _bytes_of(tensor), _STAGING, _DEVICE_USAGE | _STAGING_USAGE
             )
-            element = int(ELEMENT_TYPES[tensor.dtype])
+            element = int(HAL_TYPES[tensor.dtype])
             return hal.HalBufferView(memory, tensor.shape, element), after
         return self._device.from_dlpack_capsule(torch._C._to_dlpack(tensor)), after
 
@@ -179,7 +179,7 @@ class DiscreteMemory:
         self, tensor: torch.Tensor, after: Timepoint, name: str, is_given: bool = False
     ) -> tuple[Any, Timepoint]:
         """Copy the tensor to staging now, and queue its copy to the device."""
-        element = int(ELEMENT_TYPES[tensor.dtype])
+        element = int(HAL_TYPES[tensor.dtype])
         buffer = self._allocator.allocate_buffer(_DEVICE_LOCAL, _DEVICE_USAGE, tensor.nbytes)
         view = hal.HalBufferView(buffer, tensor.shape, element)
         if tensor.nbytes == 0:

@@ -7,9 +7,8 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from lowering.dtypes import DTYPES, dtype_name
-from lowering.kernels import ELEMENT_TYPES
 from lowering.manifest import Call, Manifest, Source
-from lowering.signature import NUMBERS, ScalarSpec, TensorSpec
+from lowering.signature import NUMBERS, ScalarSpec, TensorSpec, mlir_type
 from npu_iree.executable import Executable
 
 _TENSOR = re.compile(r"tensor<((?:[^<>]|<[^<>]*>)*)>")
@@ -150,7 +149,7 @@ def _compare(name: str, verb: str, specs: Sequence[TensorSpec], declared: Sequen
 def _declared(spec: TensorSpec) -> str:
     sizes = [spec.shape[d] for d in spec.order]
     dims = [str(s) if isinstance(s, int) else "?" for s in sizes]
-    return "x".join([*dims, ELEMENT_TYPES.get(spec.dtype, spec.dtype)])
+    return "x".join([*dims, mlir_type(spec.dtype)])
 
 
 def _plain(text: str) -> str:

@@ -12,18 +12,17 @@ from torch.utils import _pytree as pytree
 
 from lowering.cpu import required_features
 from lowering.dtypes import DTYPES
-from lowering.kernels import ELEMENT_TYPES
 from lowering.key import compiler_build
 from lowering.manifest import Argument, Call, Manifest, Source
 from lowering.pipeline import restart
-from lowering.signature import Signature, TensorSpec
+from lowering.signature import Signature, TensorSpec, mlir_type
 from lowering.stages import CompileOptions
 from lowering.vmfb import pack
 from npu_iree.errors import SourceError, StageError
 from npu_iree.offline.build import BuildOptions, write_files
 from npu_iree.offline.declarations import declared_tensors
 
-_PLAIN = {declared: dtype for dtype, declared in ELEMENT_TYPES.items() if declared not in DTYPES}
+_PLAIN = {mlir_type(dtype): dtype for dtype in DTYPES if mlir_type(dtype) not in DTYPES}
 
 
 def write_from_ir(file: Path, path: str | os.PathLike[str], options: BuildOptions) -> Manifest:

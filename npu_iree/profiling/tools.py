@@ -14,7 +14,7 @@ import torch
 
 from lowering.dtypes import dtype_name
 from lowering.errors import first_line
-from lowering.kernels import ELEMENT_TYPES
+from lowering.signature import mlir_type
 from npu_iree.device import DRIVER_FLAGS
 from npu_iree.errors import NpuIreeError, TargetError
 
@@ -98,8 +98,7 @@ def _input(file: Path, value: Any) -> str:
         return f"--input={int(value) if isinstance(value, bool) else value}"
     dense = value.detach().cpu().contiguous()
     file.write_bytes(dense.reshape(-1).view(torch.uint8).numpy().tobytes())
-    dtype = dtype_name(dense.dtype)
-    kind = "x".join([*map(str, dense.shape), ELEMENT_TYPES.get(dtype, dtype)])
+    kind = "x".join([*map(str, dense.shape), mlir_type(dtype_name(dense.dtype))])
     return f"--input={kind}=@{file}"
 
 

@@ -7,7 +7,7 @@ import torch
 from npu_iree.array import DeviceArray
 from npu_iree.device import dense_copy, why_not_in_place
 from npu_iree.frozen import storage_id
-from npu_iree.memory import ELEMENT_TYPES
+from npu_iree.memory import HAL_TYPES
 from npu_iree.timeline import NOW
 from npu_iree.torch_device import account
 from npu_iree.torch_device.current import device, user_line
@@ -39,7 +39,7 @@ def put_dense(
         )
     target = device()
     account.reserve(tensor.nbytes)
-    if tensor.dtype not in ELEMENT_TYPES:  # the device keeps it, and computes with it on the host
+    if tensor.dtype not in HAL_TYPES:  # the device keeps it, and computes with it on the host
         tensor = tensor.detach().reshape(-1).view(torch.uint8)
     problem = why_not_in_place(tensor, target.target.alignment_bytes)
     in_place = is_ours and not problem

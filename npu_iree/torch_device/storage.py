@@ -19,7 +19,7 @@ from torch._prims_common import compute_required_storage_length
 
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device
-from npu_iree.memory import ELEMENT_TYPES
+from npu_iree.memory import HAL_TYPES
 from npu_iree.timeline import NOW, Timepoint, joined, new_fence, submitted
 from npu_iree.torch_device import account
 from npu_iree.torch_device.current import device
@@ -143,7 +143,7 @@ def copied(array: DeviceArray) -> DeviceArray:
     nbytes = source.byte_length()  # more than the array's, if that is the beginning of others
     account.reserve(nbytes)
     buffer = target.hal.allocator.allocate_buffer(_DEVICE_LOCAL, _USAGE, nbytes)
-    view = hal.HalBufferView(buffer, array.shape, int(ELEMENT_TYPES[array.dtype]))
+    view = hal.HalBufferView(buffer, array.shape, int(HAL_TYPES[array.dtype]))
     fence, ahead = joined([array.ready, target.start_point()])
     signal = new_fence(target.hal)
     target.hal.queue_copy(source, buffer, fence, signal)
@@ -190,9 +190,9 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def shaped(array: DeviceArray, shape: tuple[int, ...], dtype: torch.dtype) -> DeviceArray:
     """Return the same bytes under another shape and dtype."""
-    if (array.shape == shape and array.dtype is dtype) or dtype not in ELEMENT_TYPES:
+    if (array.shape == shape and array.dtype is dtype) or dtype not in HAL_TYPES:
         return array
-    view = hal.HalBufferView(array._view.get_buffer(), shape, int(ELEMENT_TYPES[dtype]))
+    view = hal.HalBufferView(array._view.get_buffer(), shape, int(HAL_TYPES[dtype]))
     result = DeviceArray(array.device, view, shape, dtype, array.ready)
     result._of = getattr(array, "_of", array)
     return result
@@ -224,7 +224,7 @@ def _grown(old: DeviceArray, nbytes: int) -> DeviceArray:
 
 
 def _flat(target: Device, buffer: Any, nbytes: int, ready: Timepoint, name: str) -> DeviceArray:
-    view = hal.HalBufferView(buffer, (nbytes,), int(ELEMENT_TYPES[torch.uint8]))
+    view = hal.HalBufferView(buffer, (nbytes,), int(HAL_TYPES[torch.uint8]))
     return account.keep(DeviceArray(target, view, (nbytes,), torch.uint8, ready), name)
 
 
