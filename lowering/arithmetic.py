@@ -1,4 +1,4 @@
-"""Expressions of symbolic sizes as text, and their values: nothing but arithmetic is done."""
+"""Expressions of sizes as text that anybody may have written: nothing but arithmetic is done."""
 
 from __future__ import annotations
 
