@@ -22,9 +22,10 @@ class DeviceArray:
         shape: sizes, known without waiting.
         dtype: torch dtype.
         ready: the point in time at which the bytes exist.
+        hal_view: what IREE has the memory as; who gives it to the device has that wait for `ready`.
     """
 
-    __slots__ = ("__weakref__", "_of", "_view", "device", "dtype", "ready", "shape")
+    __slots__ = ("__weakref__", "_of", "device", "dtype", "hal_view", "ready", "shape")
     _of: DeviceArray  # of the same bytes under another shape: who is counted for them
 
     def __init__(
@@ -39,12 +40,12 @@ class DeviceArray:
         self.shape = shape
         self.dtype = dtype
         self.ready = ready
-        self._view = view
+        self.hal_view = view
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return int(self._view.byte_length)
+        return int(self.hal_view.byte_length)
 
     def is_ready(self) -> bool:
         """Say whether the bytes exist, without waiting.
@@ -83,7 +84,7 @@ class DeviceArray:
         )
 
     def __repr__(self) -> str:
-        state = "ready" if self.ready._reached else "promised"
+        state = "ready" if self.ready.reached else "promised"
         dtype = str(self.dtype).removeprefix("torch.")
         target = self.device.target.name
         return f"<DeviceArray {list(self.shape)} {dtype} on {target}, {state}>"
@@ -97,4 +98,4 @@ class KeptArray(DeviceArray):
     @classmethod
     def of(cls, array: DeviceArray) -> KeptArray:
         """Make one of another handle."""
-        return cls(array.device, array._view, array.shape, array.dtype, array.ready)
+        return cls(array.device, array.hal_view, array.shape, array.dtype, array.ready)

@@ -157,7 +157,7 @@ class Device:
         if not arrays:
             return []
         self.refuse_child()
-        views, points = self.memory.fetch([a._view for a in arrays], [a.ready for a in arrays])
+        views, points = self.memory.fetch([a.hal_view for a in arrays], [a.ready for a in arrays])
         for array in arrays:
             array.ready.copy_finding()
         wait_all(points, timeout_s)

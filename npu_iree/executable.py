@@ -147,7 +147,7 @@ class Executable:
                 signal = new_fence(self._device.hal)
                 inputs = hal.VmVariantList(len(arrays) + 5)
                 for array in arrays:
-                    inputs.push_ref(array._view)
+                    inputs.push_ref(array.hal_view)
                 inputs.push_ref(self._memory(one.memory))
                 inputs.push_int(one.offset)
                 inputs.push_int(one.nbytes)
@@ -161,7 +161,7 @@ class Executable:
             for which, name in enumerate(self._rebinding.swapped):
                 if name in changed:
                     swapped = hal.VmVariantList(2)
-                    swapped.push_ref(weights[name]._view.get_buffer())
+                    swapped.push_ref(weights[name].hal_view.get_buffer())
                     swapped.push_int(which)
                     swap = self._module.lookup_function(SWAP)
                     self._queue.context.invoke(swap, swapped, hal.VmVariantList(0))

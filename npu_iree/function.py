@@ -70,8 +70,8 @@ class Function:
         points: list[Timepoint] = []
         for arg in args:
             if isinstance(arg, DeviceArray):
-                inputs.push_ref(arg._view)
-                if not (ready := arg.ready)._reached:
+                inputs.push_ref(arg.hal_view)
+                if not (ready := arg.ready).reached:
                     points.append(ready)
             else:
                 push_number(inputs, arg)
@@ -131,7 +131,7 @@ class Function:
                 ready.look()
             views = [results.get_as_object(i, _View) for i in range(len(self._outputs))]
             submitted(ready)
-            if not ready._reached:
+            if not ready.reached:
                 self._device.track(ready, sum([view.byte_length for view in views]))
         except BaseException:
             if results.size:  # it is under way, and nobody is told what to wait for

@@ -47,7 +47,7 @@ class Timeline:
     def add(self, point: Timepoint) -> None:
         """Begin to watch a piece of work, in a thread of its own: none waits for another."""
         now = time.perf_counter()
-        if point._reached:
+        if point.reached:
             self.spans.append(Span(point.work.name, now, now, now))
             return
         span = Span(point.work.name, now)

@@ -113,7 +113,7 @@ class RoundTrip:
                     return False
                 push_number(inputs, value)
             elif value is not None and (known := source.known(value)) is not None:
-                inputs.push_ref(known.handle._view)
+                inputs.push_ref(known.handle.hal_view)
                 taken.append(known)
             else:
                 return False
@@ -142,7 +142,7 @@ class RoundTrip:
                 or (weights.are_current(host) and weights.seen is seen)
             )
         finally:
-            if not ready._reached:
+            if not ready.reached:
                 # A failure with weights that have changed is none of this call's.
                 with contextlib.suppress(*(() if is_right else (DeviceError,))):
                     _wait(ready)

@@ -53,15 +53,15 @@ class Finding(Protocol):
 class Timepoint:
     """The point at which a piece of device work has ended.
 
-    Knows the points it waits for, until it is known to have been reached itself: so a failure can
-    be told from its consequences, and history does not pile up.
+    Knows the points it waits for, until it is known to have been reached itself (`reached`, which
+    asks nobody): so a failure can be told from its consequences, and history does not pile up.
 
     Work fails in one of two ways. The device fails its fence, and with it the fences of all that
     needs it. Or it ends, having found a value wrong (`Finding`, a `BadValueError`): its fence knows
     nothing of that, so whoever asks about a point asks about those before it, too.
     """
 
-    __slots__ = ("_after", "_error", "_finding", "_reached", "fence", "work")
+    __slots__ = ("_after", "_error", "_finding", "fence", "reached", "work")
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Timepoint:
         self.work = work
         self._after: Sequence[Timepoint] = after
         self._finding = finding
-        self._reached = False
+        self.reached = False
         self._error: DeviceError | None = None
 
     def is_reached(self) -> bool:
@@ -83,11 +83,11 @@ class Timepoint:
         Raises:
             DeviceError: it has failed.
         """
-        return self._reached or self._wait_ns(0)
+        return self.reached or self._wait_ns(0)
 
     def look(self) -> bool:
         """Say whether the work has ended well; a failure is left to whoever waits."""
-        if self._reached:
+        if self.reached:
             return True
         try:
             return bool(self.fence.wait(timeout=0)) and self._has_ended(may_copy=False)
@@ -121,7 +121,7 @@ class Timepoint:
 
     def has_failed(self) -> bool:
         """Say whether the work has ended in a failure, without waiting."""
-        return not self._reached and self._has_failed()
+        return not self.reached and self._has_failed()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until the work has ended; releases the interpreter lock meanwhile.
@@ -133,7 +133,7 @@ class Timepoint:
             DeviceError: the work, or work it depends on, failed; names the first that did.
             DeviceTimeoutError: the time is over; the work goes on.
         """
-        if self._reached:
+        if self.reached:
             return
         if not self._wait_ns(None if timeout_s is None else int(timeout_s * 1e9)):
             raise DeviceTimeoutError(f"{self.work.name} has not ended after {timeout_s} s")
@@ -173,7 +173,7 @@ class Timepoint:
                 ended well that has some which are not at hand, and nothing is forgotten.
         """
         if not self._after and self._finding is None:
-            self._reached = True
+            self.reached = True
             return True
         pending = [self]
         while pending:  # those far back first; of any length, so without recursion
@@ -187,10 +187,10 @@ class Timepoint:
                 if not point._settle(may_copy=may_copy):
                     return True
             pending.pop()
-        return self._reached
+        return self.reached
 
     def _is_settled(self) -> bool:
-        return self._reached or self._error is not None
+        return self.reached or self._error is not None
 
     def _has_signalled(self) -> bool:
         try:
@@ -209,7 +209,7 @@ class Timepoint:
         if error is not None:  # and what is before it stays known: other threads may look now
             self._error = error
         else:
-            self._reached = True
+            self.reached = True
             self._after, self._finding = (), None
         return True
 
@@ -238,7 +238,7 @@ class Timepoint:
 
 
 NOW = Timepoint(NO_WAIT, Work("the start"))
-NOW._reached = True
+NOW.reached = True
 
 
 class _Latest:
@@ -311,7 +311,7 @@ def are_observed() -> bool:
 
 def submitted(point: Timepoint) -> Timepoint:
     """Announce the end of a piece of work that has just been submitted; returns it."""
-    if not point._reached:  # else: it ran on the calling thread, and leaves the queue as it was
+    if not point.reached:  # else: it ran on the calling thread, and leaves the queue as it was
         _LATEST.point = point
     for observer in _OBSERVERS:
         observer(point)
@@ -330,7 +330,7 @@ def joined(points: Collection[Timepoint]) -> tuple[Any, Sequence[Timepoint]]:
     ahead: list[Timepoint] = []
     last = None
     for point in points:
-        if point is not last and not point._reached and point not in ahead:
+        if point is not last and not point.reached and point not in ahead:
             ahead.append(point)
         last = point  # results of one call come one after the other, and share it
     if not ahead:

@@ -36,7 +36,7 @@ async def ready(tree: Any) -> Any:
         DeviceError: the work that makes one of them failed.
     """
     arrays = _arrays(tree)
-    ahead = [a for a in arrays if not a.ready._reached]
+    ahead = [a for a in arrays if not a.ready.reached]
     if not ahead:
         return tree
     if is_watched():

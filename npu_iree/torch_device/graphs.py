@@ -182,7 +182,7 @@ class HandleRunner:
             for i, (arg, order) in enumerate(zip(args, self._orders, strict=True))
         ]
         same = {i: args[position] for i, position in self._same.items()}
-        given_away = [given[i]._view.get_buffer() for i in donated.reused]
+        given_away = [given[i].hal_view.get_buffer() for i in donated.reused]
         written = [args[position] for position in self._written]
         if donated.names:
             self._give_away(args)
@@ -244,7 +244,7 @@ def _own(tensor: torch.Tensor, order: tuple[int, ...]) -> DeviceArray:
 def _mark_unread(values: Sequence[Any], results: Sequence[Any], given_away: Sequence[Any]) -> None:
     """Mark the results that are the memory of an input which was overwritten, and no other is."""
     pairs = zip(values, results, strict=True)
-    made = [(value, r, r._view.get_buffer()) for value, r in pairs if isinstance(r, DeviceArray)]
+    made = [(value, r, r.hal_view.get_buffer()) for value, r in pairs if isinstance(r, DeviceArray)]
     buffers = [buffer for _, _, buffer in made]
     for value, handle, buffer in made:
         if buffer in given_away and buffers.count(buffer) == 1:

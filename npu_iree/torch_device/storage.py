@@ -139,7 +139,7 @@ def copied(array: DeviceArray) -> DeviceArray:
     """Return the same bytes in memory that nobody else holds; the device copies them."""
     if not array.nbytes:
         return array
-    target, source = array.device, array._view.get_buffer()
+    target, source = array.device, array.hal_view.get_buffer()
     nbytes = source.byte_length()  # more than the array's, if that is the beginning of others
     account.reserve(nbytes)
     buffer = target.hal.allocator.allocate_buffer(_DEVICE_LOCAL, _USAGE, nbytes)
@@ -192,7 +192,7 @@ def shaped(array: DeviceArray, shape: tuple[int, ...], dtype: torch.dtype) -> De
     """Return the same bytes under another shape and dtype."""
     if (array.shape == shape and array.dtype is dtype) or dtype not in HAL_TYPES:
         return array
-    view = hal.HalBufferView(array._view.get_buffer(), shape, int(HAL_TYPES[dtype]))
+    view = hal.HalBufferView(array.hal_view.get_buffer(), shape, int(HAL_TYPES[dtype]))
     result = DeviceArray(array.device, view, shape, dtype, array.ready)
     result._of = getattr(array, "_of", array)
     return result

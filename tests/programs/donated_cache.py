@@ -25,7 +25,7 @@ def memory_of(tensor: torch.Tensor) -> Any:
     """Return a tensor's buffer, without reading it."""
     storage: Any = tensor.untyped_storage()
     handle = getattr(storage, "npu_unread", None)
-    return (storage.npu_handle if handle is None else handle)._view.get_buffer()
+    return (storage.npu_handle if handle is None else handle).hal_view.get_buffer()
 
 
 def run(options: dict[str, Any], is_read: bool) -> dict[str, Any]:

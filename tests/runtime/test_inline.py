@@ -54,7 +54,7 @@ class Submissions(list[bool]):
     """Notes of each piece of work whether it had ended when its submission returned."""
 
     def add(self, point: Timepoint) -> None:
-        self.append(point._reached)
+        self.append(point.reached)
 
 
 def test_a_small_call_has_ended_when_its_submission_returns(compile_function: Compile) -> None:
@@ -86,7 +86,7 @@ def test_a_small_call_does_not_wait_for_what_it_reads(function: Function, device
         gate.open()
         second.wait()
     (third,) = function(second, is_small=True)
-    assert third.ready._reached
+    assert third.ready.reached
     (fourth,) = function(third)
     want = product(product(product(product(SMALL))))
     torch.testing.assert_close(fourth.to_host(), want)
@@ -105,7 +105,7 @@ def test_history_does_not_pile_up(function: Function, device: Device) -> None:
     gc.collect()
     assert past() is None
     assert not second.ready._after
-    assert third.ready._reached
+    assert third.ready.reached
 
 
 def test_a_look_lets_go_of_the_past(device: Device) -> None:
