@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from lowering.capabilities import Capabilities, node_tensors
+from lowering.capabilities import Capabilities, tensors_of
 from lowering.capture import CapturedGraph
 from lowering.errors import HostOp
 from lowering.kernel_calls import why_no_kernel
@@ -206,12 +206,12 @@ def _why_host(
 
 
 def _why_not(name: str, node: fx.Node, capabilities: Capabilities) -> str | None:
-    tensors = node_tensors(node)
-    why_not = capabilities.why_not(name, tensors)
+    inputs, results = tensors_of(node.all_input_nodes), tensors_of([node])
+    why_not = capabilities.why_not(name, inputs, results)
     masks = set(map(id, masks_of(node))) if why_not else ()
     if masks:
-        others = [t for t in tensors if id(t) not in masks]
-        return capabilities.why_not(name, others) or _MASKED
+        others = [t for t in inputs if id(t) not in masks]
+        return capabilities.why_not(name, others, results) or _MASKED
     return why_not
 
 

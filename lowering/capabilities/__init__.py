@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from importlib import resources
@@ -96,32 +96,37 @@ class Capabilities:
         text = json.dumps([ops, dict(self.host), rows], sort_keys=True)
         return text_digest(text)
 
-    def why_not(self, op: str, tensors: Iterable[torch.Tensor]) -> str | None:
+    def why_not(
+        self, op: str, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor] = ()
+    ) -> str | None:
         """Return why the target cannot run `op` on these tensors, or None if it can.
 
         Args:
             op: op name with overload, e.g. `aten.add.Tensor`.
-            tensors: every tensor that goes in or comes out (fake ones will do).
+            inputs: every tensor that goes in (fake ones will do).
+            results: every tensor that comes out.
         """
-        tensors = tuple(tensors)
+        tensors = (*inputs, *results)
         if op in self.host:
             return self.host[op]
         if op not in self.ops:
             return "not in the capability table of the target"
-        for tensor in tensors:
+        for i, tensor in enumerate(tensors):
             if tensor.dtype not in DTYPE_NAMES:
                 return f"no device buffer holds {tensor.dtype}"
             if tensor.layout is not torch.strided:
                 return f"no device buffer holds the layout {tensor.layout}"
             name = dtype_name(tensor.dtype)
             if name not in self.ops[op]:
-                return f"the target does not run it on tensors of {name}"
+                if i < len(inputs):
+                    return f"the target does not run it on tensors of {name}"
+                return f"a result of it is {name}, which the table does not list for it"
         return next((limit.reason for limit in self.limits if limit.covers(op, tensors)), None)
 
 
-def node_tensors(node: fx.Node) -> list[torch.Tensor]:
-    """Return the (fake) tensors that go into and come out of `node`."""
-    values = [n.meta.get("val") for n in (*node.all_input_nodes, node)]
+def tensors_of(nodes: Iterable[fx.Node]) -> list[torch.Tensor]:
+    """Return the (fake) tensors that come out of nodes."""
+    values = [node.meta.get("val") for node in nodes]
     flat: list[torch.Tensor] = []
     for value in values:
         items = value if isinstance(value, (list, tuple)) else (value,)

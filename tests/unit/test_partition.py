@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
+from pathlib import Path
+
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -13,9 +17,11 @@ from lowering.partition import Partition, partition
 from lowering.plan import build_plan
 from lowering.region import extract_region
 
+README = Path(__file__).parents[2] / "README.md"
 
-def cut(graph_module: torch.fx.GraphModule) -> Partition:
-    return partition(capture_aot(graph_module), load_capabilities("npu-local.toml"))
+
+def cut(graph_module: torch.fx.GraphModule, table: str | Path = "npu-local.toml") -> Partition:
+    return partition(capture_aot(graph_module), load_capabilities(str(table)))
 
 
 @pytest.mark.timeout(60)  # a walk of each way to it would never end
@@ -42,3 +48,20 @@ def test_assertions_need_no_order_among_random_numbers() -> None:
     parts = cut(make_fx(function, tracing_mode="fake")(torch.randn(4)))
     drawn = [[n for n in s.nodes if draws_random_numbers(n)] for s in parts.segments]
     assert sorted(map(len, drawn))[-2:] == [0, 4], "all of them at once, before the device runs"
+
+
+def test_the_table_of_the_readme_sorts_rows_that_fit_on_the_device(tmp_path: Path) -> None:
+    (shown,) = re.findall(r"^    \[ops\]\n(?:    .*\n|\n)*", README.read_text(), re.MULTILINE)
+
+    def why_host(length: int, table: str) -> set[str]:
+        path = tmp_path / f"{length} {len(table)}.toml"
+        path.write_text(table)
+        sort = make_fx(lambda x: torch.sort(x).values, tracing_mode="fake")
+        parts = cut(sort(torch.randn(2, length)), path)
+        return {op.reason for op in parts.host_ops.values()}
+
+    table = textwrap.dedent(shown)
+    assert why_host(1024, table) == set()
+    assert why_host(1025, table) == {"rows over 1024 do not fit the scratchpad"}
+    told = {"a result of it is i64, which the table does not list for it"}
+    assert why_host(1024, table.replace(', "i64"', "")) == told
