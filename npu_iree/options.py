@@ -13,7 +13,7 @@ import torch
 
 from lowering.suggest import suggested, there_are
 from npu_iree.errors import OptionError, TargetError
-from npu_iree.targets import ENTRY_POINT_GROUP, Target, find_target
+from npu_iree.targets import ABI_FLAGS, ENTRY_POINT_GROUP, Target, against_abi, find_target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +190,11 @@ def _flags(name: str, value: Any) -> tuple[str, ...]:
     is_list = isinstance(value, Iterable) and not isinstance(value, str)
     if not is_list or not all(isinstance(v, str) and v.startswith("--") for v in value):
         raise OptionError(f"option {name!r} is a list of flags that start with '--', not {value!r}")
+    for flag in against_abi(value):
+        raise OptionError(
+            f"option {name!r} cannot have {flag!r}: calls of this runtime are made for code that "
+            f"is compiled with {' '.join(ABI_FLAGS)}"
+        )
     return tuple(value)
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from lowering.cpu import THIS_CPU
 from lowering.rewrites import FORMS, RULES
 from lowering.suggest import suggested
-from lowering.target import Candidate, Choice, CompileTarget
+from lowering.target import Candidate, Choice, CompileTarget, FlagSet
 from npu_iree.errors import TargetError
 
 ENTRY_POINT_GROUP = "npu_iree.targets"
@@ -82,6 +82,9 @@ class Target:
             f"flag_sets are tuples of flags, each a text with -- before it, not {flag_sets!r}": (
                 all(map(_are_flags, flag_sets))
             ),
+            "flag_sets has a set of flags": bool(flag_sets),
+            **_bound(f"each set of flag_sets has {_ABI}", flag_sets),
+            **_bound(f"each of candidates has {_ABI}", (c.flags for c in self.compile.candidates)),
             **_known("a rewrite", self.compile.rewrites, {*RULES, *FORMS}),
             **_known(
                 "a candidate of its choices",
@@ -97,6 +100,29 @@ class Target:
     def name(self) -> str:
         """The target's name."""
         return self.compile.name
+
+
+_ABI = f"ABI_FLAGS ({' '.join(ABI_FLAGS)}), and no other value for them"
+
+
+def against_abi(flags: Iterable[str]) -> list[str]:
+    """Return those of some flags that set what `ABI_FLAGS` does to something else."""
+    names = {_name(flag) for flag in ABI_FLAGS}
+    return [f for f in flags if _name(f) in names and f not in ABI_FLAGS]
+
+
+def _name(flag: str) -> str:
+    return flag.partition("=")[0]
+
+
+def _bound(claim: str, flag_sets: Iterable[FlagSet]) -> dict[str, bool]:
+    """Return what is claimed of sets of flags: that calls work with them."""
+    return {
+        f"{claim}, not {flags!r}": (
+            _are_flags(flags) and {*ABI_FLAGS} <= {*flags} and not against_abi(flags)
+        )
+        for flags in flag_sets
+    }
 
 
 def _are_flags(flags: object) -> bool:

@@ -27,7 +27,7 @@ from lowering.tuning import DEFAULT
 from npu_iree.device import Device, open_device
 from npu_iree.executable import Executable
 from npu_iree.function import Function
-from npu_iree.targets import Target
+from npu_iree.targets import ABI_FLAGS, Target
 from npu_iree.timeline import wait_all
 from npu_iree.tolerances import largest_difference, tolerance
 
@@ -58,7 +58,7 @@ class SyntheticProgram:
     def from_json(cls, row: Mapping[str, Any]) -> SyntheticProgram:
         """Read what `npu_iree.tuning` wrote."""
         target = Target(
-            compile=CompileTarget(name=row["target"], flag_sets=()),
+            compile=CompileTarget(name=row["target"], flag_sets=(ABI_FLAGS,)),
             driver=row["driver"],
             memory=row["memory"],
         )

@@ -166,6 +166,8 @@ def test_everything_disabled_runs_on_the_host_alone(counts: Counter[str]) -> Non
         ({"keep_ops": ["gelo"]}, "'gelu'"),
         ({"flags": "--x"}, "list"),
         ({"flags": ["x"]}, "--"),
+        ({"flags": ["--iree-execution-model=async-internal"]}, "=async-external"),
+        ({"flags": ["--iree-input-demote-f64-to-f32"]}, "f64-to-f32=false"),
         ({"bind_weights": 1}, "True or False"),
         ({"decompositions": {"aten.gelu": None}}, "overload"),
     ],

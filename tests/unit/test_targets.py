@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from lowering.target import Candidate
 from npu_iree.device import Device
 from npu_iree.errors import TargetError
 from npu_iree.targets import (
+    ABI_FLAGS,
     ENTRY_POINT_GROUP,
     NPU_LOCAL,
     NPU_VIRTUAL,
@@ -101,6 +103,22 @@ def test_a_target_that_cannot_be_is_refused(field: str, value: Any, reason: str)
     [
         ("rewrites", ("brodcasts",), "'brodcasts' is a rewrite; there are: .*broadcasts"),
         ("flag_sets", ("--one", "--two"), "flag_sets are tuples of flags, .*not .'--one', '--two'"),
+        ("flag_sets", (), "flag_sets has a set of flags"),
+        (
+            "flag_sets",
+            (ABI_FLAGS, ABI_FLAGS[:1]),
+            f"each set of flag_sets has .*, not .'{ABI_FLAGS[0]}',.$",
+        ),
+        (
+            "flag_sets",
+            ((*ABI_FLAGS, "--iree-execution-model=async-internal"),),
+            "each set of flag_sets has .*, and no other value for them, not .*async-internal'",
+        ),
+        (
+            "candidates",
+            (*NPU_LOCAL.compile.candidates, Candidate(name="short", flags=ABI_FLAGS[1:])),
+            f"each of candidates has .*, not .'{ABI_FLAGS[1]}',.$",
+        ),
         ("candidates", (), "'.*' is a candidate of its choices; there are: none"),
     ],
 )
