@@ -218,6 +218,7 @@ CUDA = Target(
     driver="cuda",
     memory="discrete",
 )
+_OURS = {target.name: target for target in (NPU_LOCAL, NPU_VIRTUAL, CUDA)}
 
 
 def targets() -> dict[str, Target]:
@@ -232,7 +233,7 @@ def targets() -> dict[str, Target]:
 @cache
 def _installed() -> tuple[dict[str, Target], dict[str, str]]:
     """Load all targets; give them by name, and why others are none by the names of theirs."""
-    found = {t.name: t for t in (NPU_LOCAL, NPU_VIRTUAL, CUDA)}
+    found = dict(_OURS)
     broken: dict[str, str] = {}
     for entry in metadata.entry_points(group=ENTRY_POINT_GROUP):
         if problem := _add(found, entry):
@@ -249,6 +250,8 @@ def _add(found: dict[str, Target], entry: metadata.EntryPoint) -> str:
         return f"it cannot be loaded: {type(error).__name__}: {error}"
     if not isinstance(target, Target):
         return f"it is no npu_iree.Target but {type(target).__name__}"
+    if _OURS.get(target.name, target) is not target:
+        return f"{target.name} is built in"
     if found.setdefault(target.name, target) is not target:
         return f"another package defines a target {target.name!r}, too"
     if entry.name != target.name:

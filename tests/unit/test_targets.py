@@ -26,6 +26,7 @@ from npu_iree.targets import (
 
 OURS = {"npu-local", "npu-virtual", "cuda"}
 vendor = replace(NPU_VIRTUAL, compile=replace(NPU_VIRTUAL.compile, name="vendor"))
+twin = replace(vendor, alignment_bytes=128)
 other = replace(NPU_VIRTUAL, compile=replace(NPU_VIRTUAL.compile, name="other"))
 taken = replace(NPU_VIRTUAL, alignment_bytes=128)
 
@@ -40,9 +41,14 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "gone": "no_such_package:TARGET",
             "number": f"{__name__}:OURS",
             "npu-twice": f"{__name__}:taken",
+            "twin": f"{__name__}:twin",
             "named": f"{__name__}:other",
+            "npu-virtual": f"{__name__}:taken",
         }.items()
     ]
+    entries.append(
+        metadata.EntryPoint("npu-virtual", "npu_iree.targets:NPU_VIRTUAL", ENTRY_POINT_GROUP)
+    )
     module = import_module("npu_iree.targets")
     monkeypatch.setattr(module.metadata, "entry_points", lambda **_: entries)
     module._installed.cache_clear()
@@ -57,14 +63,16 @@ def test_packages_that_fail_are_told_of_and_disable_no_others(
     assert set(targets()) == {*OURS, "vendor", "other"}
     assert find_target("npu-virtual") is NPU_VIRTUAL
     assert find_target("vendor") is vendor
-    assert len(caplog.records) == 4
+    assert len(caplog.records) == 6
     targets()
-    assert len(caplog.records) == 4, "once"
+    assert len(caplog.records) == 6, "once"
+    assert caplog.text.count("target npu-virtual (") == 1, "of another package, and not of ours"
     for name, reason in (
         ("gone", "cannot be loaded: ModuleNotFoundError: No module named 'no_such_package'"),
         ("number", "is no npu_iree.Target but set"),
         ("named", "the target of this entry point is named 'other'"),
-        ("npu-twice", "another package defines a target 'npu-virtual', too"),
+        ("npu-twice", "npu-virtual is built in"),
+        ("twin", "another package defines a target 'vendor', too"),
     ):
         assert f"target {name} (" in caplog.text
         assert reason in caplog.text
