@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -14,6 +14,8 @@ import torch
 from lowering.suggest import suggested, there_are
 from npu_iree.errors import OptionError, TargetError
 from npu_iree.targets import ABI_FLAGS, ENTRY_POINT_GROUP, Target, against_abi, find_target
+
+_MOST_BYTES = sys.maxsize  # more cannot be asked of the system as a limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,8 +226,10 @@ def _positive(name: str, value: Any) -> float:
 
 
 def _bytes(name: str, value: Any) -> int:
-    if not math.isfinite(_positive(name, value)) or value < 1:
-        raise OptionError(f"option {name!r} is a number of bytes, not {value!r}")
+    if not 1 <= _positive(name, value) <= _MOST_BYTES:
+        raise OptionError(
+            f"option {name!r} is a number of bytes up to {_MOST_BYTES}, not {value!r}"
+        )
     return int(value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -168,6 +169,8 @@ def test_everything_disabled_runs_on_the_host_alone(counts: Counter[str]) -> Non
         ({"flags": ["x"]}, "--"),
         ({"flags": ["--iree-execution-model=async-internal"]}, "=async-external"),
         ({"flags": ["--iree-input-demote-f64-to-f32"]}, "f64-to-f32=false"),
+        ({"compile_memory_limit_bytes": 2**63}, f"up to {2**63 - 1}, not"),
+        ({"compile_memory_limit_bytes": math.inf}, f"up to {2**63 - 1}, not inf"),
         ({"bind_weights": 1}, "True or False"),
         ({"decompositions": {"aten.gelu": None}}, "overload"),
     ],
