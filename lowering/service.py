@@ -28,6 +28,8 @@ from lowering.worker_process import (
 )
 
 _CPUS = re.compile(r"^Unknown CPU for .*\nList of accepted CPUs: (.*)", re.MULTILINE)
+# What native code says when it aborts because it got no memory, also for a thread.
+_NO_MEMORY = re.compile("bad_alloc|out of memory|allocate memory|Resource temporarily unavailable")
 _KILLS = 2  # so often the worker of a request may be killed
 _STARTS = 3  # so often a worker may end before it is ready, until there is no more trying
 
@@ -64,9 +66,13 @@ class Fault:
 
 
 def _with_limit(text: str, limits: Limits) -> str:
-    """Add which option there is where memory may have run out: native code aborts then."""
+    """Add which option there is where memory may have run out: native code aborts then.
+
+    It aborts for other reasons, too, but not without a word of them.
+    """
     first, *rest = text.splitlines() or [""]
-    if first == OUT_OF_MEMORY or "SIGABRT" in first:
+    is_abort = "SIGABRT" in first and (not rest or _NO_MEMORY.search(text))
+    if first == OUT_OF_MEMORY or "SIGKILL" in first or is_abort:
         first += f"; it may use {limits.memory_bytes} bytes (option compile_memory_limit_bytes)"
     return "\n".join([first, *rest])
 

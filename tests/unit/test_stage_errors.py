@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lowering import service
 from lowering.errors import FlagError, StageError, first_line, said, shortened
 
 
@@ -47,3 +48,21 @@ def test_a_summary_is_a_line_that_says_something(diagnostics: str, summary: str)
 def test_a_flag_that_is_only_suggested_is_not_refused() -> None:
     words = "Unknown command line argument '--a-new'. Did you mean '--an-old'?"
     assert FlagError("s", words, ("--a-new=1", "--an-old")).named == ("--a-new=1",)
+
+
+@pytest.mark.parametrize(
+    ("how", "is_told"),
+    [
+        (service.OUT_OF_MEMORY, True),
+        ("the compiler died of SIGKILL", True),
+        ("the compiler died of SIGABRT", True),
+        ("the compiler died of SIGABRT\nterminate called after 'std::bad_alloc'", True),
+        ("the compiler died of SIGABRT (LLVM ERROR: out of memory)\nAllocation failed", True),
+        ("the compiler died of SIGABRT\nLLVM ERROR: Failed to infer result type(s):", False),
+        ("the compiler died of SIGSEGV", False),
+        ("failed to legalize", False),
+    ],
+)
+def test_the_limit_of_memory_is_told_where_memory_may_have_run_out(how: str, is_told: bool) -> None:
+    told = service._with_limit(how, service.Limits(memory_bytes=3))
+    assert ("it may use 3 bytes (option compile_memory_limit_bytes)" in told) == is_told
