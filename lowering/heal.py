@@ -76,13 +76,10 @@ class Healer:
             healed: takes what is found.
         """
         if self._is_futile:
-            log.warning(
-                "%s runs on the host: the compiler refuses even the smallest program (%s), so no "
-                "op is to blame, and nothing of it is remembered",
-                segment.name,
-                error.summary,
-            )
-            healed.failed |= dict.fromkeys(segment.nodes, error.summary)
+            why = f"the compiler refuses even the smallest program ({error.summary})"
+            text = "%s runs on the host: %s, so no op is to blame, and nothing of it is remembered"
+            log.warning(text, segment.name, why)
+            healed.failed |= dict.fromkeys(segment.nodes, why)
             return
         with _scratch() as folder:
             trials = _Trials(self, folder)

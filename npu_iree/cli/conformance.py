@@ -17,7 +17,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 import npu_iree
-from lowering.capabilities import load_capabilities
+from lowering.capabilities import Capabilities, load_capabilities
 from lowering.digest import sources_digest, text_digest
 from lowering.key import compiler_build, package_version
 from npu_iree.cli.dtype import F32, DTypes
@@ -36,6 +36,7 @@ app = typer.Typer(
     help="Prove a target by PyTorch's own operators, and programs of them.",
 )
 console = Console()
+_REASONS = 5  # so many are told of why nothing ran on the device
 
 
 Target = Annotated[str, typer.Option(help="an installed target")]
@@ -63,7 +64,8 @@ def ops(
 ) -> None:
     """Run PyTorch's operator database (`op_db`) through torch.compile and compare with eager.
 
-    Exit code 1 if a case is error, wrong, hang or crash, or none ran wholly on the device.
+    Below the table are the ops that the capability table lists and the compiler refused. Exit code
+    1 if a case is error, wrong, hang or crash, or none ran wholly on the device.
     """
     from npu_iree.conformance.eager import judge_eager
     from npu_iree.conformance.judge import judge, make_ready
@@ -200,18 +202,30 @@ def _conclude(verdicts: Sequence[Verdict], judged_as: Mapping[str, object], file
         files.write(verdicts, judged_as)
     finally:
         _print(verdicts)
-    outcomes = {v.outcome for v in verdicts}
+    target, outcomes = str(judged_as["target"]), {v.outcome for v in verdicts}
+    table = load_capabilities(find_target(target).compile.capabilities)
+    _print_refused(verdicts, table)
     if outcomes == {"skipped"}:
         console.print("nothing was tried: all cases are skipped")
     elif "device" not in outcomes:
-        target = str(judged_as["target"])
-        ops = len(load_capabilities(find_target(target).compile.capabilities).ops)
         console.print(
             f"nothing is proven: no case ran wholly on the device of {target}, whose capability "
-            f"table has {ops} ops", soft_wrap=True,
+            f"table has {len(table.ops)} ops", soft_wrap=True,
         )  # fmt: skip
+        for reason, count in report.host_reasons(verdicts).most_common(_REASONS):
+            console.print(escape(f"  {count} on the host: {reason}"), soft_wrap=True)
     if "device" not in outcomes or not outcomes.isdisjoint(BAD):
         raise SystemExit(1)
+
+
+def _print_refused(verdicts: Sequence[Verdict], table: Capabilities) -> None:
+    """Print which entries of the table are wrong, as far as the compiler knows."""
+    refused = report.refused_ops(verdicts)
+    lines = [f"{op} [{dtype}]: {how}" for (op, dtype), how in refused.items() if op in table.ops]
+    if lines:
+        console.print("the capability table lists these ops, and the compiler refused them:")
+    for line in sorted(lines):
+        console.print(escape(f"  {line}"), soft_wrap=True)
 
 
 def _count(text: str) -> int:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
@@ -239,5 +240,7 @@ def _widened(sample: Any) -> Any:
 
 
 def error_line(error: BaseException) -> str:
-    """Tell an error in one line."""
+    """Tell an error in one line; of what Dynamo wraps, the error itself."""
+    if isinstance(error, BackendCompilerFailed):
+        error = error.inner_exception
     return f"{type(error).__name__}: {first_line(str(error))}"[:400]

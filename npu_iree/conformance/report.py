@@ -12,6 +12,9 @@ from npu_iree.conformance.verdict import BAD, OUTCOMES, Verdict
 
 ABSENT = "-"  # what a case has in a run that it is not of
 _NOT_XML = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_HOST_REASON = re.compile(r"^(?:\S+|graph break): (.*)$", re.MULTILINE)
+_PLACE = re.compile(r'(?:loc\()?"-":\d+:\d+\)?: ')  # in the text of a region, which nobody sees
+_REFUSED = re.compile(r"^(\S+): (stage .*)$", re.MULTILINE)  # as `StageError.summary` begins
 _NOT_LOWERED = re.compile(f": {NOT_LOWERED}$", re.MULTILINE)
 
 
@@ -33,6 +36,28 @@ def device_share(verdicts: Iterable[Verdict]) -> tuple[float, float]:
     device = sum(v.outcome == "device" for v in right)
     lowered = [v for v in right if not _NOT_LOWERED.search(v.detail)]
     return device / max(1, len(right)), device / max(1, len(lowered))
+
+
+def host_reasons(verdicts: Iterable[Verdict]) -> Counter[str]:
+    """Count the reasons for which cases had to run on the host, each once a case.
+
+    What the compiler says of several places is one reason.
+    """
+    found = Counter[str]()
+    for verdict in verdicts:
+        if verdict.outcome == "host":
+            found.update({*_HOST_REASON.findall(_PLACE.sub("", verdict.detail))})
+    return found
+
+
+def refused_ops(verdicts: Iterable[Verdict]) -> dict[tuple[str, str], str]:
+    """Give the ops that the compiler refused: (op, dtype of the case) -> how, the first time."""
+    found: dict[tuple[str, str], str] = {}
+    for verdict in verdicts:
+        if verdict.outcome == "host":
+            for op, how in _REFUSED.findall(verdict.detail):
+                found.setdefault((op, _dtype(verdict.key)), how)
+    return found
 
 
 def junit(verdicts: Iterable[Verdict], judged_as: Mapping[str, object]) -> str:

@@ -14,12 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from command import Ended, invoke
+from lowering.errors import HostOp, StageError
 from npu_iree import toolchain
 from npu_iree.conformance import cases, judge, report
 from npu_iree.conformance.cases import Case
@@ -223,7 +225,8 @@ def test_an_error_of_ours_is_one_and_an_error_of_eagers_is_none(
 
     assert outcome(monkeypatch, eagers, torch.ones(3)).outcome == "skipped"
     monkeypatch.setattr(toolchain, "load_capabilities", lambda name: 1 / 0)
-    assert outcome(monkeypatch, torch.relu, torch.ones(3)).outcome == "error"
+    found = outcome(monkeypatch, torch.relu, torch.ones(3))
+    assert (found.outcome, found.detail) == ("error", "ZeroDivisionError: division by zero")
 
 
 @pytest.mark.usefixtures("own_pool")
@@ -366,6 +369,23 @@ def test_nothing_proves_nothing(
     assert (skipped.code, "fake kernel says f32" in skipped.out) == (1, True)
     assert read_journal(tmp_path / "file") == {verdict.key: verdict}
     for outcome, code in (("host", 1), ("idle", 1), ("device", 0)):
-        verdict = Verdict("x[f32]", outcome)
+        verdict = Verdict(
+            "x[f32]", outcome, 'aten.a.b: it cannot\naten.c.d: loc("-":2:1): it cannot'
+        )
         done = command("ops", "--filter", "^add$")
         assert (done.code, "no case ran wholly on the device" in done.out) == (code, bool(code))
+        assert ("\n  1 on the host: it cannot\n" in done.out) == (outcome == "host")
+
+
+def test_entries_of_the_table_that_the_compiler_refuses_are_told(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = StageError("torch-to-linalg", "failed to legalize").summary
+    host_ops = [HostOp(f"aten.{op}", "failed", how) for op in ("exp.default", "no_such_op.default")]
+    host_ops.append(HostOp("aten.add.Tensor", "failed", f"even the smallest program ({how})"))
+    (*details,) = judge.where_it_ran([Mock(host_ops=host_ops)]).details
+    verdicts = [Verdict("exp[c64]", "host", "\n".join(details)), Verdict("exp[f32]", "device")]
+    monkeypatch.setattr("npu_iree.cli.conformance.run_cases", lambda *_, **__: verdicts)
+    done = command("ops", "--filter", "^exp$")
+    told = [line for line in done.out.splitlines() if how in line]
+    assert (done.code, told) == (0, [f"  aten.exp.default [c64]: {how}"])

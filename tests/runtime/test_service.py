@@ -40,6 +40,7 @@ from lowering.stages import CompileOptions
 from lowering.worker import _LENGTHS
 from npu_iree import OptionError, aot_cache, toolchain
 from npu_iree.options import Options
+from npu_iree.report import recorded_plans
 from npu_iree.settings import Settings
 from programs import cases
 from programs.cases import is_right
@@ -215,7 +216,11 @@ def test_where_everything_is_refused_no_op_is_blamed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, counts: Counter[str]
 ) -> None:
     monkeypatch.setenv("NPU_IREE_CACHE", str(tmp_path))
-    assert is_right("mixed", compile_time_limit_s=0.001)
+    with recorded_plans() as plans:
+        assert is_right("mixed", compile_time_limit_s=0.001)
+    failed = [op.reason for plan in plans for op in plan.host_ops if op.kind == "failed"]
+    assert failed
+    assert all("refuses even the smallest program (stage " in reason for reason in failed)
     assert counts["regions"] == counts["healed_ops"] == 0
     counts.clear()
     assert is_right("mixed")
