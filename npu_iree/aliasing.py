@@ -17,7 +17,7 @@ from torch._C._dynamo.guards import compute_overlapping_tensors
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from npu_iree.frozen import address_of, is_lazy_copy, storage_address, storage_id
+from npu_iree.frozen import extent, is_lazy_copy, storage_address, storage_id
 from npu_iree.torch_device.current import NAME, is_on_npu
 
 # For each argument that overlaps another: its position, the first position in that memory, and
@@ -122,7 +122,7 @@ def near_each_other(tensors: Mapping[int, torch.Tensor]) -> set[int]:
     """Return those of some CPU tensors that may overlap another: each ends where another begins."""
     found: set[int] = set()
     last, reach = -1, 0  # which of those before reaches farthest, and where to
-    for (begin, end), i in sorted((_extent(t), i) for i, t in tensors.items() if t.numel()):
+    for (begin, end), i in sorted((extent(t), i) for i, t in tensors.items() if t.numel()):
         if begin < reach:
             found |= {last, i}
         if end > reach:
@@ -140,7 +140,7 @@ def may_overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
             return False
         pair = [one.detach(), other.detach()]
         return bool(compute_overlapping_tensors(pair, symbolic=False))
-    (begin, end), (other_begin, other_end) = _extent(one), _extent(other)
+    (begin, end), (other_begin, other_end) = extent(one), extent(other)
     return begin < other_end and other_begin < end
 
 
@@ -150,15 +150,6 @@ def _are_interleaved(one: torch.Tensor, other: torch.Tensor) -> bool:
     step = math.gcd(*(n for size, n in zip(sizes, strides, strict=True) if size > 1))
     distance = int(one.storage_offset()) - int(other.storage_offset())
     return step > 1 and distance % step != 0
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where a tensor's first element begins and its last one ends."""
-    begin = address_of(tensor)
-    if not tensor.numel():
-        return begin, begin
-    last = sum(n * (size - 1) for n, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return begin, begin + (last + 1) * tensor.element_size()
 
 
 def _place(tensor: torch.Tensor) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from lowering.signature import inverse
 from npu_iree.array import DeviceArray
-from npu_iree.device import Device, dense_copy, why_not_in_place
+from npu_iree.device import Device
 from npu_iree.frozen import (
     Span,
     address_of,
@@ -25,6 +25,7 @@ from npu_iree.frozen import (
     storage_address,
     unversioned,
 )
+from npu_iree.host_memory import dense_copy, why_not_in_place
 from npu_iree.timeline import NOW
 from npu_iree.transfers import Transfer, is_watched, record
 

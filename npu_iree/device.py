@@ -17,16 +17,14 @@ from typing import Any, Literal
 import torch
 from iree.runtime import _binding as hal
 from iree.runtime import query_available_drivers
-from torch._prims_common import make_contiguous_strides_for
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lowering.dtypes import DTYPE_NAMES
 from lowering.suggest import there_are
 from npu_iree.arenas import Arenas
 from npu_iree.array import DeviceArray, KeptArray
 from npu_iree.blocks import Blocks
-from npu_iree.errors import IN_A_CHILD, ArgumentError, DeviceError, NpuIreeError, TargetError
-from npu_iree.frozen import address_of, storage_address
+from npu_iree.errors import IN_A_CHILD, DeviceError, NpuIreeError, TargetError
+from npu_iree.host_memory import check_memory, dense_copy
 from npu_iree.memory import MEMORIES, Memory
 from npu_iree.targets import Target, find_target
 from npu_iree.timeline import NOW, Gate, Timepoint, Work, joined, wait_all
@@ -104,10 +102,12 @@ class Device:
         The bytes are taken now: what happens to `tensor` later does not reach the handle.
 
         Args:
-            tensor: a CPU tensor of any layout.
+            tensor: a dense CPU tensor of any strides.
             after: the copy lands after this point in time (by default, as soon as it can).
 
         Raises:
+            ArgumentError: the tensor is nested, sparse, or a subclass that only holds others, or
+                its storage is too small for it.
             NpuIreeError: the tensor is not on the CPU, or no device buffer holds its dtype.
             HostCopyError: a `copy_budget` forbids the copy.
         """
@@ -115,6 +115,7 @@ class Device:
             raise NpuIreeError(
                 f"cannot put a tensor of {tensor.dtype} on {tensor.device} to {self.target.name}"
             )
+        check_memory(tensor, "the tensor")
         dense = dense_copy(tensor)
         if is_watched():
             record(Transfer("h2d", "staged", tensor.nbytes, "tensor", "put"))
@@ -265,42 +266,6 @@ class Device:
 
     def __repr__(self) -> str:
         return f"<Device of {self.target.name}>"
-
-
-def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's values in memory of their own: contiguous, aligned, nothing lazy."""
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return copy.copy_(tensor.detach())
-
-
-def why_not_in_place(stored: torch.Tensor, alignment_bytes: int) -> str:
-    """Say why a tensor's memory cannot be used as it is; empty if it can.
-
-    Raises:
-        ArgumentError: it has none.
-    """
-    if isinstance(stored, FakeTensor):
-        raise ArgumentError(
-            "a compiled function was called with a fake tensor, which has no numbers: call it with "
-            "real ones, or the function itself, not compiled, with fake ones"
-        )
-    if not stored.is_contiguous() or (stored.numel() == 0 and not _has_own_strides(stored)):
-        return "not dense in the order that was compiled for"
-    if stored.is_conj() or stored.is_neg():
-        return "a lazy conjugate or negative"
-    if stored.numel() and not storage_address(stored):
-        return "zeros that have no memory"
-    if address_of(stored) % alignment_bytes:
-        return f"not aligned to {alignment_bytes} bytes"
-    return ""
-
-
-def _has_own_strides(empty: torch.Tensor) -> bool:
-    """Say whether a tensor without elements has the strides that it would be made with.
-
-    PyTorch calls any strides of it contiguous; IREE's import compares them.
-    """
-    return empty.stride() == make_contiguous_strides_for(empty.shape)
 
 
 def _all_of(points: Sequence[Timepoint]) -> Timepoint:

@@ -35,6 +35,15 @@ def address_of(tensor: torch.Tensor) -> int:
     return storage_address(tensor) + int(tensor.storage_offset()) * tensor.element_size()
 
 
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where a CPU tensor's first element begins and its last one ends."""
+    begin = address_of(tensor)
+    if not tensor.numel():
+        return begin, begin
+    last = sum(n * (size - 1) for n, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
 def addresses_of(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
     """Return where the storages of tensors begin, and where in these the tensors do.
 

@@ -12,9 +12,10 @@ import torch
 
 from lowering.plan import Plan
 from npu_iree.array import DeviceArray
-from npu_iree.device import Device, dense_copy, why_not_in_place
+from npu_iree.device import Device
 from npu_iree.executable import Executable
 from npu_iree.frozen import address_of, addresses_of, frozen, versions_of
+from npu_iree.host_memory import check_memory, dense_copy, why_not_in_place
 from npu_iree.transfers import Transfer, is_watched, record
 
 log = logging.getLogger(__name__)
@@ -221,6 +222,7 @@ class WeightUse:
         Memory that PyTorch did not allocate cannot be frozen: it is copied, in each call.
         """
         weight = self._weight(args)
+        check_memory(weight, self.name)
         self._versions = versions_of([weight])  # before the bytes, which somebody may be writing
         try:
             kept = frozen(weight)

@@ -13,6 +13,7 @@ from lowering.signature import NUMBERS, ScalarSpec, TensorSpec, inverse
 from npu_iree.aliasing import may_overlap, near_each_other, overlaps_itself
 from npu_iree.array import DeviceArray
 from npu_iree.errors import ArgumentError
+from npu_iree.host_memory import check_memory
 from npu_iree.offline.sizes import Size, match_shape, match_size
 
 
@@ -112,10 +113,10 @@ def check_written(
 def _check_tensor(name: str, value: Any, spec: TensorSpec) -> None:
     if not isinstance(value, (torch.Tensor, DeviceArray)):
         raise ValueError(f"{name} is a tensor, not {type(value).__name__}")
-    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-        raise ValueError(f"{name} is {value.layout}; give a dense tensor")
-    if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-        raise ValueError(f"{name} is on {value.device}; give a CPU tensor or a handle")
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            raise ValueError(f"{name} is on {value.device}; give a CPU tensor or a handle")
+        check_memory(value, name)
     if value.dtype != DTYPES[spec.dtype]:
         raise ValueError(f"{name} is {dtype_name(value.dtype)}, and was compiled for {spec.dtype}")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from npu_iree.array import DeviceArray
-from npu_iree.device import dense_copy, why_not_in_place
 from npu_iree.frozen import storage_id
+from npu_iree.host_memory import dense_copy, why_not_in_place
 from npu_iree.memory import HAL_TYPES
 from npu_iree.timeline import NOW
 from npu_iree.torch_device import account

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
 import npu_iree
@@ -123,6 +125,53 @@ def test_wrong_arguments_are_told(
         program.outputs(*args)
     assert reason in str(raised.value)
     assert ledger.entries == []
+
+
+def resized(
+    held_bytes: int, rows: int, columns: int, strides: tuple[int, int] = (2, 1)
+) -> torch.Tensor:
+    tensor = torch.empty_strided((rows, columns), strides)
+    tensor.untyped_storage().resize_(held_bytes)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (TwoTensor(torch.ones(5, 2), torch.ones(5, 2)), "TwoTensor, which has no memory of"),
+        (resized(0, 5, 2), "more elements than its storage holds"),
+        (resized(36, 5, 2), "more elements than its storage holds"),
+        (resized(36, 5, 2, strides=(1, 5)), "more elements than its storage holds"),
+        (FakeTensorMode().from_tensor(torch.ones(5, 2)), "is a fake tensor"),
+        (torch.nested.as_nested_tensor([torch.ones(5, 2)]), "is nested"),
+        (torch.ones(5, 2).to_mkldnn(), "x is torch._mkldnn; give a dense tensor"),
+    ],
+)
+def test_tensors_that_are_no_memory_are_refused(
+    tensor: torch.Tensor, reason: str, program: LoadedProgram
+) -> None:
+    for call in (program.outputs, program.outputs.submit):
+        with pytest.raises(npu_iree.ArgumentError, match=f"outputs: x .*{reason}"):
+            call(tensor, 3, True)
+    with pytest.raises(npu_iree.ArgumentError, match=reason.removeprefix("x ")):
+        program.device.put(tensor)
+
+
+def test_transforms_of_functions_are_refused(program: LoadedProgram) -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        first: torch.Tensor = program.outputs(x, 3, True)[0]
+        return first.sum()
+
+    x = torch.ones(5, 2)
+    transformed = [
+        lambda: torch.func.vmap(call)(x[None]),
+        lambda: torch.func.grad(call)(x),
+        lambda: torch.func.jvp(call, (x,), (x,)),
+        lambda: torch.func.functionalize(call)(x),
+    ]
+    for run in transformed:
+        with pytest.raises(npu_iree.ArgumentError, match=r"x is of a transform of torch\.func"):
+            run()
 
 
 def test_sizes_are_what_the_program_takes_for_granted(tmp_path: Path) -> None:

@@ -535,9 +535,23 @@ def test_explain_knows_what_is_bound() -> None:
         npu_iree.explain(torch.compiler.disable(torch.relu), torch.ones(2))  # which is not it
 
 
-def test_a_fake_tensor_is_an_error_and_no_crash() -> None:
+def test_what_has_no_memory_is_an_error_and_no_crash() -> None:
+    x = torch.randn(4, 6)
     fast = torch.compile(lambda x: torch.relu(x) * 2, backend="npu_iree")
     for _ in range(3):
-        fast(torch.randn(4, 6))
+        fast(x)
     with pytest.raises(ArgumentError, match="fake tensor"):
         fast(FakeTensorMode().from_tensor(torch.randn(4, 6)))
+    x.untyped_storage().resize_(0)
+    with pytest.raises(ArgumentError, match="more elements than its storage holds"):
+        fast(x)
+
+
+def test_a_weight_without_memory_is_an_error_and_no_crash() -> None:
+    model = torch.nn.Linear(4, 4)
+    fast = torch.compile(model, backend="npu_iree")
+    with torch.no_grad():
+        fast(torch.ones(2, 4))
+        model.weight.untyped_storage().resize_(0)
+        with pytest.raises(ArgumentError, match="weight has more elements than its storage holds"):
+            fast(torch.ones(2, 4))
