@@ -29,6 +29,7 @@ from npu_iree.memory import MEMORIES, Memory
 from npu_iree.targets import Target, find_target
 from npu_iree.timeline import NOW, Gate, Timepoint, Work, joined, wait_all
 from npu_iree.transfers import Transfer, is_watched, record
+from npu_iree.untraced import untraced
 from npu_iree.versions import check_versions
 
 # What IREE's tools are to be told, too, to run as we do.
@@ -96,6 +97,7 @@ class Device:
         """How dense, aligned memory crosses: by alias where memory is unified."""
         return "aliased" if self.target.memory == "unified" else "staged"
 
+    @untraced
     def put(self, tensor: torch.Tensor, *, after: Timepoint | None = None) -> DeviceArray:
         """Give the device a tensor; returns at once.
 
@@ -122,6 +124,7 @@ class Device:
         view, ready = self.memory.put(dense, self.start_point(after), "tensor")
         return DeviceArray(self, view, tuple(tensor.shape), tensor.dtype, ready)
 
+    @untraced
     def gather(
         self, arrays: Sequence[DeviceArray], *, timeout_s: float | None = None
     ) -> list[torch.Tensor]:

@@ -24,6 +24,7 @@ from npu_iree.offline.declarations import check_call
 from npu_iree.offline.sizes import Size, check_guards, check_ranges, places_of, settle
 from npu_iree.offline.states import State, States
 from npu_iree.offline.trees import read_tree
+from npu_iree.untraced import untraced
 
 
 class LoadedEntry:
@@ -82,6 +83,7 @@ class LoadedEntry:
         if self._out_tree.leaves != len(self.call.outputs):
             raise ValueError(f"{self.name}: out_tree and outputs do not match")
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run it, wait, and return the result in the model's own structure, as CPU tensors.
 
@@ -118,6 +120,7 @@ class LoadedEntry:
         states = {n: _host_copy(value) for n, value in states.items()}
         return self._outputs(results, leaves, sizes, states)
 
+    @untraced
     def submit(self, *args: Any, **kwargs: Any) -> Any:
         """Run it without waiting: results are handles (`DeviceArray`), in the model's structure.
 

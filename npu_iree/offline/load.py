@@ -23,6 +23,7 @@ from npu_iree.offline.parameters import Parameters
 from npu_iree.offline.states import States
 from npu_iree.targets import Target, find_target
 from npu_iree.transfers import Transfer, is_watched, record
+from npu_iree.untraced import untraced
 
 ParameterSource = str | os.PathLike[str] | Mapping[str, torch.Tensor]
 
@@ -136,10 +137,12 @@ class LoadedProgram:
         except ValueError as error:
             raise ArtifactError(path, f"its manifest makes no sense: {error}") from error
 
+    @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the entry point, if there is one only; see `LoadedEntry.__call__`."""
         return self.only()(*args, **kwargs)
 
+    @untraced
     def submit(self, *args: Any, **kwargs: Any) -> Any:
         """Call the entry point without waiting, if there is one only; see `LoadedEntry.submit`."""
         return self.only().submit(*args, **kwargs)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
@@ -172,6 +173,26 @@ def test_transforms_of_functions_are_refused(program: LoadedProgram) -> None:
     for run in transformed:
         with pytest.raises(npu_iree.ArgumentError, match=r"x is of a transform of torch\.func"):
             run()
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+def test_a_call_in_a_compiled_function_breaks_the_graph(is_named: bool, net: Path) -> None:
+    torch._dynamo.reset()
+    program, x = npu_iree.load(net), torch.ones(2, 4)
+    call = program.main if is_named else program
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        handle = program.device.put(x)
+        later: torch.Tensor = call.submit(handle).to_host()
+        result: torch.Tensor = call(x + 0)
+        return result + later
+
+    counter = CompileCounter()
+    for _ in range(2):
+        assert_same(torch.compile(doubled, backend=counter)(x), 2 * program(x))
+    assert counter.op_count == 2  # both sums, and nothing of what is between them
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="program that is compiled already"):
+        torch.compile(doubled, backend="eager", fullgraph=True)(x)
 
 
 def test_sizes_are_what_the_program_takes_for_granted(tmp_path: Path) -> None:
