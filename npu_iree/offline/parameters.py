@@ -12,7 +12,8 @@ from lowering.digest import is_same_value, tensor_digest
 from lowering.dtypes import DTYPES, dtype_name
 from lowering.files import place_behind
 from lowering.manifest import Manifest, Parameter
-from npu_iree.errors import ArtifactError
+from npu_iree.errors import ArgumentError, ArtifactError
+from npu_iree.host_memory import check_memory
 from npu_iree.offline.parameter_files import Stored, read_parameters
 
 
@@ -72,11 +73,13 @@ class Parameters:
         """Take a copy of tensors, e.g. of a `state_dict`.
 
         Raises:
-            ArtifactError: a tensor is missing, extra or misshapen; names them all.
+            ArtifactError: a tensor is missing, extra or misshapen (names them all), or has no
+                values, or is not dense.
         """
         for name, tensor in tensors.items():
             if not isinstance(tensor, torch.Tensor):
                 raise ArtifactError("params", f"{name} is no tensor but {type(tensor).__name__}")
+            _check_values(name, tensor)
         stored = {
             n: Stored(dtype_name(t.dtype), tuple(t.shape), t.nbytes) for n, t in tensors.items()
         }
@@ -121,6 +124,16 @@ class Parameters:
         """
         left = [p for p in manifest.parameters if p.name not in self.tensors]
         return Parameters({**self.tensors, **self.beside(artifact, manifest, left).tensors})
+
+
+def _check_values(name: str, tensor: torch.Tensor) -> None:
+    if tensor.device.type == "meta":
+        raise ArtifactError("params", f"{name} is on meta, where it has no values")
+    if tensor.device.type == "cpu" or tensor.layout is not torch.strided:
+        try:
+            check_memory(tensor, name)
+        except ArgumentError as error:
+            raise ArtifactError("params", str(error)) from error
 
 
 def file_beside(artifact: Path, name: str) -> Path:

@@ -135,7 +135,19 @@ def test_a_file_that_is_not_there(params: str, reason: str, net: Path, tmp_path:
         npu_iree.load(net, params=tmp_path / params)
 
 
-def test_something_else_than_tensors_is_refused(net: Path) -> None:
+def test_something_else_than_tensors_with_values_is_refused(net: Path) -> None:
+    state = Net().state_dict()
+    name, weight = next(iter(state.items()))
+    emptied = weight.clone()
+    emptied.untyped_storage().resize_(0)
+    reasons = {
+        "is on meta, where it has no values": weight.to("meta"),
+        "is torch.sparse_coo; give a dense tensor": weight.to_sparse(),
+        "has more elements than its storage holds": emptied,
+    }
+    for reason, tensor in reasons.items():
+        with pytest.raises(npu_iree.ArtifactError, match=f"params: {name} {reason}"):
+            npu_iree.load(net, params={**state, name: tensor})
     with pytest.raises(npu_iree.ArtifactError, match="scale is no tensor but float"):
         npu_iree.load(net, params={**Net().state_dict(), "scale": 1.0})
 
