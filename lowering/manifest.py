@@ -192,10 +192,10 @@ class Manifest:
             raise ValueError(f"its manifest is no JSON: {error}") from error
         found = row.get("format") if isinstance(row, dict) else None
         if found != FORMAT:
-            age = "newer" if isinstance(found, int) and found > FORMAT else "older or damaged"
+            age = "a newer" if isinstance(found, int) and found > FORMAT else "an older or damaged"
             raise ValueError(
                 f"its manifest has format {found!r}, and this version of npu_iree reads format "
-                f"{FORMAT}: a {age} one; compile it again, or install the version that wrote it "
+                f"{FORMAT}: {age} one; compile it again, or install the version that wrote it "
                 f"({_text(row, 'versions') if isinstance(row, dict) else 'unknown'})"
             )
         return _manifest(_Row(row, "manifest"))

@@ -37,7 +37,9 @@ def load(
     """Load what `npu-iree compile` wrote.
 
     Needs torch and iree-base-runtime, and no compiler. An artifact is a program: like any program,
-    it is to be loaded only if you trust whoever wrote it.
+    it is to be loaded only if you trust whoever wrote it. It has no gradients: inputs that require
+    them are taken, and the results do not. Its parameter file is mapped: replace it by a copy
+    beside it that is renamed, not by writing to it.
 
     Args:
         path: the artifact, a `.vmfb`.

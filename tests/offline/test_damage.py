@@ -257,8 +257,11 @@ LIES: dict[str, tuple[Callable[[Row], object], str]] = {
     "module of no length": (lambda r: r.update(module_bytes=0), "a module of 0 bytes"),
     "module of absurd length": (lambda r: r.update(module_bytes=10**30), "a module of 1000"),
     "checksum of the module": (lambda r: r.update(module_sha256="x"), "its module is damaged"),
-    "newer format": (lambda r: r.update(format=2), "format 2, and this version of npu_iree reads"),
-    "older format": (lambda r: r.update(format=0), "a older or damaged one"),
+    "newer format": (
+        lambda r: r.update(format=2),
+        "and this version of npu_iree reads format 1: a newer one",
+    ),
+    "older format": (lambda r: r.update(format=0), ": an older or damaged one"),
     "no JSON": (lambda r: "{", "its manifest is no JSON"),
     "deep JSON": (lambda r: "[" * 200_000, "too deep"),
     "other JSON": (lambda r: "[1]", "its manifest has format None"),
