@@ -96,12 +96,16 @@ class HostOp:
         return f"{self.op}: {self.reason}{place}{code}"
 
 
+ALLOW_HOST = 'allow the host with options={"fallback": "host"}'
+
+
 class UnsupportedOpError(NpuIreeError):
     """The graph holds ops that the target cannot run, and the host is not allowed to.
 
     Attributes:
         target: name of the target.
         ops: every such op of the graph, not only the first.
+        hint: what to do, if the ops are to stay.
     """
 
     def __init__(
@@ -109,10 +113,11 @@ class UnsupportedOpError(NpuIreeError):
         target: str,
         ops: Sequence[HostOp],
         why: str = 'fallback="error" forbids the host',
-        hint: str = 'allow the host with options={"fallback": "host"}',
+        hint: str = ALLOW_HOST,
     ) -> None:
         self.target = target
         self.ops = tuple(ops)
+        self.hint = hint
         lines = "\n".join(f"  {i + 1}. {op}" for i, op in enumerate(self.ops))
         count = len(self.ops)
         super().__init__(

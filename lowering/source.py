@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>[^\n]+)')
+_GENERATED = "<eval_with_key>"  # the code of a graph, which calls `torch.cond` again
 PYTORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 
@@ -33,13 +34,18 @@ def user_line(node: fx.Node) -> SourceLine:
 
 def model_line(node: fx.Node) -> SourceLine:
     """Return the innermost frame outside PyTorch: what calls `nn.Linear`, not what is in it."""
-    frames = list(_frames(node))
+    frames = _frames(node)
     outside = (line for line in frames if not line.where.startswith(PYTORCH))
     return next(outside, frames[0] if frames else SourceLine())
 
 
-def _frames(node: fx.Node) -> Iterator[SourceLine]:
-    """Return the frames that Dynamo recorded, the innermost first."""
+def _frames(node: fx.Node) -> list[SourceLine]:
+    """Return the frames of files that Dynamo recorded, the innermost first; of others, if none."""
+    frames = list(_recorded(node))
+    return [f for f in frames if not f.where.startswith(_GENERATED)] or frames
+
+
+def _recorded(node: fx.Node) -> Iterator[SourceLine]:
     lines = (node.meta.get("stack_trace") or "").rstrip().splitlines()
     for i in range(len(lines) - 1, -1, -1):
         if match := _FRAME.search(lines[i]):

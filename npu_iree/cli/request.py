@@ -8,6 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from lowering.files import is_written_through
 from npu_iree.cli.outputs import refuse_unwritable
 from npu_iree.errors import OptionError
 from npu_iree.targets import find_target
@@ -110,6 +111,19 @@ class CompileRequest:
         for what in (name for name, is_made in made.items() if is_made):
             if useless := [option for option in _WITHOUT[what] if option in self._given]:
                 raise OptionError(f"{what} has no {', '.join(useless)}")
+        if self.stop_after is not None:
+            self._check_name(next(s.product for s in STAGES if s.name == self.stop_after))
+
+    def _check_name(self, product: str) -> None:
+        """Refuse a name by which a stage's product could not be gone on from."""
+        output = self.output
+        if output.name.endswith(f".{product}") or is_written_through(output):
+            return
+        name = output.with_name(f"{output.name.partition('.')[0]}.{product}")
+        raise OptionError(
+            f"--output {output} is no name for what {self.stop_after} makes, which the next stage "
+            f"goes on from by its ending: call it {name}"
+        )
 
     def make(self, tell: Callable[[str], None]) -> dict[str, Any]:
         """Write what was asked for; return what is to be told of it.

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
-from npu_iree.errors import NpuIreeError, OptionError
+from lowering.errors import ALLOW_HOST
+from npu_iree.errors import NpuIreeError, OptionError, UnsupportedOpError
 from npu_iree.offline.sources import load_examples
 from npu_iree.offline.verify import call_eager, compare_results, copied
 
@@ -50,8 +51,16 @@ def write_bundle(
             actual = compiled(*args, **kwargs)
     except BackendCompilerFailed as error:  # how Dynamo wraps what we raise
         if isinstance(error.inner_exception, NpuIreeError):
-            raise error.inner_exception from error
+            raise _as_option(error.inner_exception) from error
         raise
     difference = compare_results(name, (actual, (args, kwargs)), expected)
     save_bundle(compiled, path)
     return {"output": str(path), "bytes": path.stat().st_size, "difference": difference}
+
+
+def _as_option(error: NpuIreeError) -> NpuIreeError:
+    """Name the option of the command line where that of `torch.compile` would be named."""
+    if not isinstance(error, UnsupportedOpError) or error.hint != ALLOW_HOST:
+        return error
+    why, hint = "--host-ops forbid keeps them off the host", "allow the host with --host-ops allow"
+    return UnsupportedOpError(error.target, error.ops, why, hint)

@@ -31,6 +31,7 @@ _DYNAMIC = re.compile(
 )
 # What PyTorch says of a type that this process has not registered.
 _UNREGISTERED = re.compile(r"Deserializing (?P<type>\S+) in pytree is not registered")
+_SHARED_SIZES = "Of inputs that share a size, each must be given: --dynamic ids:1 --dynamic mask:1"
 _FUNCTION = re.compile(r"(?P<module>.+):(?P<function>\w+)")
 
 
@@ -234,7 +235,17 @@ def _export(entry: str, example: Example, dynamic: Sequence[str]) -> ExportedPro
     except OptionError:
         raise
     except (Exception, SystemExit) as error:  # whatever model and torch.export say
-        raise SourceError(f"torch.export cannot export {entry!r}: {_line_of(error)}") from error
+        raise SourceError(f"torch.export cannot export {entry!r}: {_advice_of(error)}") from error
+
+
+def _advice_of(error: BaseException) -> str:
+    """Say what torch.export says, and of sizes how they are given here."""
+    said = str(error).strip()
+    if not said.startswith("Constraints violated"):
+        return _line_of(error)
+    told, _, fixes = said.partition("Suggested fixes:")
+    lines = [*told.partition("\n\n")[0].splitlines(), *fixes.partition("\n\n")[0].splitlines()]
+    return "\n".join([*filter(None, map(str.rstrip, lines)), _SHARED_SIZES])
 
 
 def _dynamic_shapes(example: Example, dynamic: Sequence[str]) -> dict[str, Any] | None:

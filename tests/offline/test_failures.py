@@ -44,6 +44,14 @@ class Hosted(torch.nn.Module):
         b = torch.linalg.inv(x + 1)
         return a + torch.mode(b)[0]
 
+class Branches(torch.nn.Module):
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x * 2, (x,))
+
+class Masked(torch.nn.Module):
+    def forward(self, ids, mask):
+        return ids * mask
+
 class Counts(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -54,6 +62,8 @@ class Counts(torch.nn.Module):
 
 def small(): return Small(), (torch.randn(2, 4),)
 def hosted(): return Hosted(), (torch.randn(4, 4),)
+def branches(): return Branches(), (torch.randn(4, 4),)
+def masked(): return Masked(), (torch.ones(2, 5), torch.ones(2, 5))
 def counts(): return Counts(), (torch.zeros(2),)
 def pair(): return {"a": small(), "b": counts()}
 def narrow(): return Small(), (torch.randn(2, 3),)
@@ -118,6 +128,30 @@ def test_a_bundle_runs_what_an_artifact_cannot(
     done = command(*made, "--host-ops", "forbid")
     assert done.code == 3
     assert "aten.median.default" in {op["op"] for op in done.json()["ops"]}
+    assert "allow the host with --host-ops allow." in done.json()["message"]
+    assert "fallback" not in done.json()["message"]
+
+
+def test_a_branch_is_told_with_the_line_that_was_written(
+    command: Command, sources: Path, tmp_path: Path
+) -> None:
+    done = command("compile", f"{sources}:branches", "-o", tmp_path / "x.vmfb", "--json")
+    assert done.code == 3
+    assert done.json()["ops"]
+    for op in done.json()["ops"]:
+        assert "sources.py" in op["where"]
+        assert op["code"].startswith("return torch.cond(")
+
+
+def test_a_size_that_another_input_shares_is_told(
+    command: Command, sources: Path, tmp_path: Path
+) -> None:
+    made = ("compile", f"{sources}:masked", "-o", tmp_path / "x.vmfb", "--dynamic", "ids:1")
+    done = command(*made)
+    assert done.code == 7
+    assert "your code specialized it to be a constant (5)" in done.err
+    assert "each must be given: --dynamic ids:1 --dynamic mask:1" in done.err
+    assert "draft_export" not in done.err
 
 
 @pytest.mark.slow
@@ -212,6 +246,7 @@ def test_the_sizes_of_an_exported_program_stay(command: Command, tmp_path: Path)
         (("--host-ops", "allow"), "goes with --bundle"),
         (("--stop-after", "nowhere"), "no stage 'nowhere'; there are: aten-to-torch"),
         (("--stop-after", "aten-to-torch", "--verify"), "a stage's product has no --verify"),
+        (("--stop-after", "aten-to-torch"), "x.torch.mlir"),
         (("--bundle", "--cpu", "x86-64-v3"), "a bundle has no --cpu"),
         (("b=again", "--params", "nowhere"), "nowhere"),
         (("-o", "/dev/null/x.vmfb"), "/dev/null/x.vmfb cannot be written"),
