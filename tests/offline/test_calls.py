@@ -145,7 +145,7 @@ def resized(
         (resized(36, 5, 2, strides=(1, 5)), "more elements than its storage holds"),
         (FakeTensorMode().from_tensor(torch.ones(5, 2)), "is a fake tensor"),
         (torch.nested.as_nested_tensor([torch.ones(5, 2)]), "is nested"),
-        (torch.ones(5, 2).to_mkldnn(), "x is torch._mkldnn; give a dense tensor"),
+        (torch.ones(5, 2).to_mkldnn(), "is torch._mkldnn; give a dense tensor"),
     ],
 )
 def test_tensors_that_are_no_memory_are_refused(
@@ -154,7 +154,7 @@ def test_tensors_that_are_no_memory_are_refused(
     for call in (program.outputs, program.outputs.submit):
         with pytest.raises(npu_iree.ArgumentError, match=f"outputs: x .*{reason}"):
             call(tensor, 3, True)
-    with pytest.raises(npu_iree.ArgumentError, match=reason.removeprefix("x ")):
+    with pytest.raises(npu_iree.ArgumentError, match=reason):
         program.device.put(tensor)
 
 
