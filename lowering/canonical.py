@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowering.digest import tensor_digest
 from lowering.dtypes import dtype_name
 from lowering.nodes import STORAGE_OPS, is_one_of
 from lowering.normalize import attribute
+from lowering.tensor_digest import tensor_digest
 
 _SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 

@@ -1,11 +1,9 @@
-"""What identifies bytes, texts, files and tensors: SHA-256."""
+"""What identifies bytes, texts and files: SHA-256. Without torch, as compile workers are."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-
-import torch
 
 
 def bytes_digest(data: bytes | memoryview) -> str:
@@ -29,23 +27,3 @@ def sources_digest(package: Path) -> str:
     files = sorted(package.rglob("*.py"))
     lines = (f"{path.relative_to(package)} {file_digest(path)}\n" for path in files)
     return text_digest("".join(lines))
-
-
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """Return the SHA-256 of a tensor's bytes, dense and in the order of its dimensions."""
-    stored = tensor.detach().resolve_conj().resolve_neg()
-    data = stored.contiguous().reshape(-1).view(torch.uint8)
-    return bytes_digest(data.numpy(force=True).data)  # zeros may have no memory, and refuse else
-
-
-def is_same_value(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Say whether two tensors are of one dtype and shape and hold the same bytes."""
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    return memory_of(one) == memory_of(other) or tensor_digest(one) == tensor_digest(other)
-
-
-def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Name the memory that a tensor is, and what its bytes mean; ends a copy-on-write."""
-    lies = tensor.data_ptr(), tensor.shape, tensor.stride()
-    return *lies, tensor.dtype, tensor.is_conj(), tensor.is_neg()

@@ -26,7 +26,6 @@ from torch.utils import _pytree as pytree
 
 from lowering.arithmetic import can_evaluate
 from lowering.capture import CapturedGraph
-from lowering.digest import memory_of
 from lowering.dtypes import DTYPE_NAMES
 from lowering.errors import ExportError
 from lowering.manifest import Argument, Call, Constant, Source
@@ -36,6 +35,7 @@ from lowering.ranges import guards_of, symbol_ranges
 from lowering.region import Region, extract_region, tensor_spec, value_spec
 from lowering.segments import DEVICE, Segment
 from lowering.stored import RESULTS, StoredNames, value_of
+from lowering.tensor_digest import memory_of
 
 # Asserts what the export saw of dtypes and devices; each call is checked against that anyway.
 _CHECKED_AT_THE_CALL = torch.ops.aten._assert_tensor_metadata.default

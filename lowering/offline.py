@@ -16,7 +16,6 @@ from lowering.bisect import diagnose
 from lowering.build import Builder
 from lowering.capabilities import Capabilities
 from lowering.decompositions import decomposition_table
-from lowering.digest import is_same_value, tensor_digest
 from lowering.dispatches import list_dispatches
 from lowering.dtypes import dtype_name
 from lowering.errors import ExportError, FlagError, StageError, UnsupportedOpError
@@ -31,6 +30,7 @@ from lowering.partition import why_host
 from lowering.program import Program
 from lowering.ranges import LEAST_TRACED
 from lowering.stored import StoredNames, check_apart
+from lowering.tensor_digest import is_same_value, tensor_digest
 
 
 @dataclass(frozen=True)

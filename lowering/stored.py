@@ -9,8 +9,8 @@ from torch._C._dynamo.guards import compute_overlapping_tensors
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 
-from lowering.digest import memory_of
 from lowering.errors import ExportError
+from lowering.tensor_digest import memory_of
 
 RESULTS = (OutputKind.USER_OUTPUT, OutputKind.LOSS_OUTPUT)
 _WRITES = (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION, OutputKind.TOKEN)

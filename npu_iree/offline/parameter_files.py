@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from iree.runtime import _binding as hal
 
-from lowering.digest import memory_of, tensor_digest
 from lowering.dtypes import DTYPES, dtype_name
 from lowering.files import is_written_through, replacement
+from lowering.tensor_digest import memory_of, tensor_digest
 from npu_iree.errors import ArtifactError
 
 _DIGESTS = "npu_iree.sha256"

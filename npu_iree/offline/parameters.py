@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from lowering.digest import is_same_value, tensor_digest
 from lowering.dtypes import DTYPES, dtype_name
 from lowering.files import place_behind
 from lowering.manifest import Manifest, Parameter
+from lowering.tensor_digest import is_same_value, tensor_digest
 from npu_iree.errors import ArgumentError, ArtifactError
 from npu_iree.host_memory import check_memory
 from npu_iree.offline.parameter_files import Stored, read_parameters

@@ -53,6 +53,15 @@ def test_importing_loads_no_compiler(told: Any) -> None:
         assert not [module for module in last if f"{module}.".startswith(f"{name}.")]
 
 
+def test_a_compile_worker_loads_no_torch() -> None:
+    """It would take 600 MB of what a worker may use, and most of the time until it is there."""
+    stages = [path.stem for path in (ROOT / "lowering/stages").glob("*_to_*.py")]
+    names = [f"lowering.stages.{name}" for name in sorted(stages) if name != "aten_to_torch"]
+    imports = f"import sys, lowering.worker, {', '.join(names)}; sys.exit('torch' in sys.modules)"
+    assert len(names) > 2
+    assert subprocess.run([sys.executable, "-c", imports], cwd=ROOT).returncode == 0
+
+
 def test_the_command_line_loads_no_dynamo(told: Any) -> None:
     """It would take half of the time of `npu-iree --help`, and of a TAB."""
     assert "torch._dynamo" not in told["loaded"]["npu_iree.cli"]
