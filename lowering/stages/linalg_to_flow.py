@@ -32,6 +32,7 @@ from lowering.stages.linalg.multiply_halves import multiply_halves
 from lowering.stages.linalg.put_channels_last import put_channels_last
 from lowering.stages.linalg.read_chosen import read_chosen
 from lowering.stages.linalg.read_in_panels import read_in_panels
+from lowering.stages.linalg.scatter_rows import scatter_rows
 from lowering.stages.linalg.separate_broadcasts import separate_broadcasts
 from lowering.stages.linalg.separate_chains import separate_chains
 from lowering.stages.linalg.separate_concats import separate_concats
@@ -138,6 +139,7 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 keep_arguments(function, options.given.get(symbol_of(function), ()))
                 sort_nans(function)
                 index_inside(function)
+                scatter_rows(function)
                 separate_writes(function)
                 keep_off_stack(function)
                 keep_signs(function)

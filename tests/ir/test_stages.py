@@ -532,6 +532,25 @@ def test_weights_are_padded_to_whole_panels_for_the_matrix_unit(
     assert count(rf"into tensor<70x{panels * 32}xf32>", text) == int(panels > 0)
 
 
+@pytest.mark.parametrize(
+    ("index", "scatters"),
+    [
+        ((9, 1, 1), ["[0]"]),
+        ((9, 3, 1), ["[0, 1]"]),  # where each row goes, in each batch
+        ((9, 3, 8), ["[0, 1, 2]"]),  # where each number does
+    ],
+)
+def test_rows_that_go_by_one_index_are_put_at_once(
+    index: tuple[int, ...], scatters: list[str]
+) -> None:
+    def put(x: torch.Tensor, index: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x.scatter_reduce(0, index.expand(9, 3, 8), y, "amax")
+
+    tensors = torch.zeros(6, 3, 8), torch.zeros(index, dtype=torch.int64), torch.zeros(9, 3, 8)
+    flow = Lowered(put, *tensors)["linalg-to-flow"]
+    assert re.findall(r"scatter dimension_map = (\[.*?\])", flow) == scatters
+
+
 def test_a_residual_of_a_batch_is_added_in_the_program_of_the_product() -> None:
     ir = Lowered(
         lambda x, y, w: torch.relu(torch.nn.functional.linear(x, w) + y),

@@ -108,6 +108,27 @@ def test_rows_of_batches_are_one_program(cold_counts: Counter[str]) -> None:
         compiled(x, tokens + 9)
 
 
+def test_rows_of_known_sizes_are_put_where_they_go(cold_counts: Counter[str]) -> None:
+    """By one index for all batches, or each by its own; no row goes to the last place."""
+
+    def put(x: torch.Tensor, y: torch.Tensor, index: torch.Tensor) -> list[torch.Tensor]:
+        of_all, of_each = index[0, :, None, None].expand_as(y), index.mT[..., None].expand_as(y)
+        return [
+            x.scatter_reduce(0, of_all, y, "amax", include_self=False),
+            x.scatter_reduce(0, of_all, y, "mean"),
+            x.scatter_reduce(0, of_each, y, "prod"),
+            x.scatter_reduce(0, of_each, y, "mean", include_self=False),
+            x.scatter(0, of_each[:6], 2.5),
+        ]
+
+    x, y = torch.randn(6, 3, 5, generator=GENERATOR), torch.randn(9, 3, 5, generator=GENERATOR)
+    y[2, 1, 3] = torch.nan
+    index = torch.randint(0, 5, (3, 9), generator=GENERATOR)
+    compiled = torch.compile(put, backend="npu_iree", options={"fallback": "error"})
+    assert_same(compiled(x, y, index), put(x, y, index))
+    assert (cold_counts["compiles"], cold_counts["refused_flags"]) == (1, 0)
+
+
 def test_rows_of_a_graphs_edges_are_one_program(cold_counts: Counter[str]) -> None:
     """One index for each row, repeated along it; how many edges there are is not known."""
 

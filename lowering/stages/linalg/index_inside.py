@@ -30,9 +30,14 @@ def index_inside(function: Any) -> None:
     """
     for op in ops_of(function):
         if is_elementwise(op) and _reads_by_index(op):
-            for place in range(len(inputs_of(op))):
-                while _is_of_one(op.operands[place]):
-                    _take_inside(op, place)
+            compute_inside(op)
+
+
+def compute_inside(op: Any) -> None:
+    """Compute in an op, number by number, what is made so from one other tensor for it to read."""
+    for place in range(len(inputs_of(op))):
+        while _is_of_one(op.operands[place]):
+            _take_inside(op, place)
 
 
 def _reads_by_index(op: Any) -> bool:
