@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from npu_iree.errors import ArgumentError
 from npu_iree.frozen import address_of, extent, storage_address
+
+_unpacked: Callable[[torch.Tensor], Any] = forward_ad.unpack_dual
 
 
 def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,6 +46,8 @@ def why_not_in_place(stored: torch.Tensor, alignment_bytes: int) -> str:
 def check_memory(tensor: torch.Tensor, told: str) -> None:
     """Check that a CPU tensor is its memory, or zeros that have none; of any layout and subclass.
 
+    It has no tangent beside it.
+
     Args:
         tensor: what.
         told: what the error calls it.
@@ -59,6 +67,13 @@ def check_memory(tensor: torch.Tensor, told: str) -> None:
         check_address(tensor, told)
     elif _lacks_bytes(tensor):
         raise ArgumentError(f"{told} {_TOO_SMALL}")
+    if has_tangent(tensor):
+        raise ArgumentError(f"{told} {_TANGENT}")
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Say whether a tensor has a tangent of the level of forward-mode AD, beside its memory."""
+    return forward_ad._current_level >= 0 and _unpacked(tensor).tangent is not None
 
 
 def check_address(tensor: torch.Tensor, told: str) -> None:
@@ -89,6 +104,10 @@ def check_address(tensor: torch.Tensor, told: str) -> None:
 _TRANSFORMED = (
     "is of a transform of torch.func (vmap, grad, jvp, functionalize), which no compiled program "
     "can follow; call it outside of the transform, with a plain tensor"
+)
+_TANGENT = (
+    "has a tangent of forward-mode AD (torch.autograd.forward_ad), which is not in its memory; "
+    "give torch.autograd.forward_ad.unpack_dual(tensor).primal"
 )
 _TOO_SMALL = (
     "has more elements than its storage holds, which was resized (untyped_storage().resize_); "

@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 from torch.autograd import forward_ad
 
 from npu_iree.errors import NpuIreeError
+from npu_iree.host_memory import has_tangent
 
 log = logging.getLogger(__name__)
 TANGENTS = (
@@ -28,15 +29,13 @@ BATCHES = (
     "torch.func.jacrev within the compiled function is compiled"
 )
 _BATCHING: Any = torch._C._parse_dispatch_key("VmapMode")
-_unpacked: Callable[[torch.Tensor], Any] = forward_ad.unpack_dual
 
 
 def have_tangents(args: Sequence[Any]) -> bool:
     """Say whether an argument of a call has a tangent of the level of forward-mode AD."""
     if forward_ad._current_level < 0:
         return False
-    tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
-    return any(_unpacked(t).tangent is not None for t in tensors)
+    return any(has_tangent(arg) for arg in args if isinstance(arg, torch.Tensor))
 
 
 def why_in_eager(args: Sequence[Any]) -> str:

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
@@ -173,6 +174,11 @@ def test_transforms_of_functions_are_refused(program: LoadedProgram) -> None:
     for run in transformed:
         with pytest.raises(npu_iree.ArgumentError, match=r"x is of a transform of torch\.func"):
             run()
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x)
+        with pytest.raises(npu_iree.ArgumentError, match="x has a tangent of forward-mode AD"):
+            call(dual)
+        assert call(forward_ad.unpack_dual(dual).primal) == call(x)
 
 
 @pytest.mark.parametrize("is_named", [False, True])
