@@ -138,3 +138,14 @@ def test_what_is_read_along_its_diagonal_is_whole() -> None:
 
     x, y = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(0))
     assert_same(torch.compile(read, backend="npu_iree")(x, y), read(x, y))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_tensors_are_copied_before_they_are_written_into(dtype: torch.dtype) -> None:
+    def put(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        return [t.slice_scatter(y, 1, i, i + 4) for t in (x, torch.zeros_like(x)) for i in (0, 2)]
+
+    x, y = X.to(dtype) * (1 + 2j), torch.ones(3, 4, dtype=dtype) * 1j
+    before = x.clone()
+    assert_same(torch.compile(put, backend="npu_iree", dynamic=False)(x, y), put(x, y))
+    assert_same(x, before)

@@ -19,6 +19,14 @@ _MIX_FLOATS = """
     %1 = arith.xori %0, %zero : {bits}
     %y = arith.bitcast %1 : {bits} to {element}
 """
+_MIX_COMPLEX = """
+    %re = complex.re %x : {element}
+    %im = complex.im %x : {element}
+    %0 = arith.bitcast %re : {part} to {bits}
+    %1 = arith.xori %0, %zero : {bits}
+    %2 = arith.bitcast %1 : {bits} to {part}
+    %y = complex.create %2, %im : {element}
+"""
 _MIXED = """
 func.func private @mixed(%x: {element}, %zero: {bits}) -> {element} {{
   {body}
@@ -102,15 +110,15 @@ def _copied(value: Any) -> Any:
 
     kind = ir.RankedTensorType(value.type)
     element = kind.element_type
-    if not isinstance(element, ir.IntegerType | ir.FloatType):
-        return behind_barrier(value, stays=True)
-    bits = ir.IntegerType.get_signless(element.width)
+    is_complex = isinstance(element, ir.ComplexType)
+    part = ir.ComplexType(element).element_type if is_complex else element
+    bits = ir.IntegerType.get_signless(part.width)
     zero = ir.Operation.create(
         "arith.constant", results=[bits], attributes={"value": ir.IntegerAttr.get(bits, 0)}
     )
-    mix = _MIX_INTEGERS if element == bits else _MIX_FLOATS
+    mix = _MIX_COMPLEX if is_complex else _MIX_INTEGERS if part == bits else _MIX_FLOATS
     zeros = behind_barrier(zero.result, stays=True)
-    body = mix.format(element=element, bits=bits)
+    body = mix.format(element=element, part=part, bits=bits)
     if maker_of(value) != "linalg.fill":
         return behind_barrier(computed(value, str(element), body, zero=zeros))
     fill = value.owner.clone()
