@@ -52,9 +52,9 @@ def make_importable(graph: fx.Graph) -> None:
     alone, where all values are dense: elsewhere `prims.collapse` is a copy, and `aten.view` none.
     Expansions that repeat nothing are dropped: of dynamic dimensions, torch-mlir would have the
     device find out, number by number, whether they are 1. Sizes taken for tensors become tensors,
-    and several indices one: torch-mlir reads by no two that may have to be broadcast. Remainders of
-    sizes, floats that are counted up to a size, and sorts are made of what it takes; numbers beside
-    floats are floats.
+    and several indices one: torch-mlir reads by no two that may have to be broadcast. One window is
+    read by itself. Remainders of sizes, floats that are counted up to a size, and sorts are made of
+    what it takes; numbers beside floats are floats.
 
     Before: %1 = aten.view(%0, [s0*s1, 8, 8])                      with %0 of [s0, s1, 64]
             %2 = aten.sub.Tensor(%s0, %1)
@@ -244,6 +244,20 @@ def _drop_if_nothing_is_repeated(_: _Writer, node: fx.Node) -> None:
         node.graph.erase_node(node)
 
 
+def _take_one_window(writer: _Writer, unfold: fx.Node) -> None:
+    """Take the only window by itself: torch-mlir takes all of the tensor to be in it."""
+    source, axis, size, _ = unfold.args
+    rank, axis = _value(source).dim(), axis % max(1, _value(source).dim())
+    if not rank or not statically_known_true(_value(unfold).shape[axis] == 1):
+        return
+    value = _resized(source, axis, 1, [size])
+    window = writer.call(aten.slice.Tensor, source, axis, 0, size, value=value)
+    alone = writer.call(aten.unsqueeze.default, window, axis)
+    order = [*(d for d in range(rank + 1) if d != axis + 1), axis + 1]
+    unfold.replace_all_uses_with(writer.call(aten.permute.default, alone, order))
+    unfold.graph.erase_node(unfold)
+
+
 def _merge_and_split(writer: _Writer, view: fx.Node) -> None:
     source, sizes = view.args
     old, new = _value(source).shape, _value(view).shape
@@ -306,6 +320,7 @@ _RULES: Mapping[Any, Callable[[_Writer, fx.Node], None]] = {
     aten.expand.default: _drop_if_nothing_is_repeated,
     aten.index.Tensor: _read,
     aten.index_put.default: _widen_indices,
+    aten.unfold.default: _take_one_window,
     aten.view.default: _merge_and_split,
     operator.mod: _take_remainder,
     **dict.fromkeys(_EMPTY, _make_dense),

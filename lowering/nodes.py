@@ -75,10 +75,13 @@ ASSERTIONS = frozenset({"aten._assert_async"})
 
 # What of a node's meta is not of its value. PyTorch notes the op that was decomposed.
 _OF_ORIGIN = ("nn_module_stack", "original_aten", "stack_trace")
-_SIZE_OPS = frozenset(
+
+# What gives a number that a tensor's shape and memory order say.
+SIZE_OPS = frozenset(
     {
-        torch.ops.aten.sym_size.int,
         torch.ops.aten.sym_numel.default,
+        torch.ops.aten.sym_size.int,
+        torch.ops.aten.sym_stride.int,
     }
 )
 
@@ -121,7 +124,7 @@ def is_scalar(node: fx.Node) -> bool:
     """Say whether a node is arithmetic on sizes: no tensor's bytes are read or written."""
     if node.op != "call_function" or not is_number(node.meta.get("val")):
         return False
-    if node.target in _SIZE_OPS:
+    if node.target in SIZE_OPS:
         return True
     return all(is_number(n.meta.get("val")) for n in node.all_input_nodes)
 

@@ -16,6 +16,7 @@ from lowering.abi import ENTRY
 from lowering.dtypes import DTYPES
 from lowering.effort import Effort
 from lowering.host import extract_host
+from lowering.nodes import SIZE_OPS
 from lowering.plan import Free, Gather, Host, Invoke, Plan, Put, Scalar, Step, Value, Write
 from lowering.region import Region, memory_order
 from lowering.signature import TensorSpec
@@ -314,7 +315,7 @@ class Runner:
         output = self._index[node.name]
         places = {n: self._index[n.name] for n in node.all_input_nodes}
         target: Any = node.target
-        is_size = target is torch.ops.aten.sym_size.int
+        is_size = target in SIZE_OPS
         source = node.args[0] if is_size else None
         crossing = self._crossings.get(source.name) if isinstance(source, fx.Node) else None
 
@@ -367,7 +368,7 @@ def _is_small(region: Region) -> bool:
 
 
 def _shape_only(array: DeviceArray | None, crossing: Crossing | None) -> torch.Tensor:
-    """Return a tensor without bytes in the shape of a handle, for `sym_size`."""
+    """Return a tensor without bytes in the shape of a handle."""
     assert array is not None
     tensor = torch.empty(array.shape, dtype=array.dtype, device="meta")
     return tensor if crossing is None or crossing.back is None else tensor.permute(crossing.back)

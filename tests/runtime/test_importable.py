@@ -48,6 +48,7 @@ FUNCTIONS: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor]] = {
     "complex": (scaled, X),
     "rolled": (lambda x: (x.roll((7, -9), (1, 0)), x.roll(40), x.roll((1, 6), (0, 0))), X),
     "steps": (written_by_steps, X),
+    "one window": (lambda x: x.unfold(0, 4, 2).sum(-1), X),
     "windows": (
         lambda x: torch.ops.aten.unfold_backward(x.unfold(1, 3, 2), x.shape, 1, 3, 2), X
     ),
@@ -63,6 +64,20 @@ def test_nothing_runs_on_the_host(name: str, is_dynamic: bool) -> None:
     compiled = torch.compile(function, backend="npu_iree", dynamic=is_dynamic, options=options)
     for argument in (x, x[1:]):
         assert_same(compiled(argument), function(argument))
+
+
+def test_the_gradient_of_a_circular_pad_of_unknown_sizes() -> None:
+    """PyTorch reads the strides of what it pads into."""
+
+    def pad(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.pad(x, (1, 2), mode="circular") * 2
+
+    compiled = torch.compile(pad, backend="npu_iree", dynamic=True, options={"fallback": "error"})
+    for shape in [(2, 3, 5), (4, 3, 7)]:
+        x = torch.randn(shape, generator=GENERATOR, requires_grad=True)
+        results = compiled(x), pad(x)
+        assert_same(*results)
+        assert_same(*(torch.autograd.grad(y.square().sum(), x) for y in results))
 
 
 def test_the_gradient_of_what_is_written_by_steps() -> None:
