@@ -59,7 +59,9 @@ def of_any_size(
         return NotImplemented
     is_little = math.prod(window.kernel) <= MOST_PLACES_OF_GRADIENT
     of_x = of_weight = of_bias = None
-    if output_mask[1] and not is_little:
+    if output_mask[1] and _are_tiles(window, groups) and not transposed:
+        of_weight = _gradient_of_weight_of_tiles(gradient, x, weight).to(kinds[1])
+    elif output_mask[1] and not is_little:
         places = (*window[1:], transposed, output_padding, groups)
         wanted = [False, True, False]
         found = aten.convolution_backward.default(gradient, x, weight, bias_sizes, *places, wanted)
@@ -93,6 +95,8 @@ def gradient_of_input(
     Returns:
         `[N, C, ...]`.
     """
+    if _are_tiles(window, groups):
+        return _gradient_of_tiles(gradient, x, weight)
     is_plain = math.prod(window.stride) == groups == 1
     sizes = x.shape[2:]
     is_product = (
@@ -117,6 +121,62 @@ def _convolved(x: torch.Tensor, weight: torch.Tensor, window: Window, groups: in
     y = convolution(*args)
     found: torch.Tensor = aten.convolution.default(*args) if y is NotImplemented else y
     return found
+
+
+def _are_tiles(window: Window, groups: int) -> bool:
+    """Say whether windows stand side by side, without a gap: those of patch embeddings."""
+    is_whole = math.prod(window.dilation) == groups == 1 and not any(window.padding)
+    return is_whole and list(window.stride) == list(window.kernel) and math.prod(window.stride) > 1
+
+
+def _gradient_of_tiles(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """Multiply the gradient by the weight, one product for all places of a tile."""
+    (count, _, *places), (_, channels, *kernel) = gradient.shape, weight.shape
+    rank, pairs = len(kernel), list(zip(places, kernel, strict=True))
+    tiles = torch.mm(_rows(gradient), weight.flatten(1))
+    apart = aten.view.default(tiles, [count, *places, channels, *kernel])
+    dims = [dim for i in range(rank) for dim in (1 + i, 2 + rank + i)]
+    near = apart.permute(0, 1 + rank, *dims).contiguous()
+    whole = aten.view.default(near, [count, channels, *(of * size for of, size in pairs)])
+    result = _padded(whole, [n for size in reversed(kernel) for n in (0, size - 1)])
+    for dim in range(2, x.dim()):
+        result = part_of(result, dim, 0, x.shape[dim])
+    return result
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """Write [N, C, ...] as rows of channels."""
+    last = x.permute(to_last(x.dim())).contiguous()
+    rows: torch.Tensor = aten.view.default(last, [math.prod(last.shape[:-1]), x.shape[1]])
+    return rows
+
+
+def _gradient_of_weight_of_tiles(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """Multiply the gradient by the tiles that the windows saw, one product for all places.
+
+    Args:
+        gradient: `[N, F, ...]`.
+        x: what was convolved, `[N, C, ...]`.
+        weight: only its sizes are read.
+
+    Returns:
+        `[F, C, *kernel]`.
+    """
+    (count, _, *places), (_, channels, *kernel) = gradient.shape, weight.shape
+    rank, rows = len(kernel), _rows(gradient)
+    for i, (of, size) in enumerate(zip(places, kernel, strict=True)):
+        x = part_of(x, 2 + i, 0, of * size)
+    pairs = [size for pair in zip(places, kernel, strict=True) for size in pair]
+    apart = aten.view.default(x.contiguous(), [count, channels, *pairs])
+    tiles = apart.permute(0, *range(2, 2 + 2 * rank, 2), 1, *range(3, 3 + 2 * rank, 2))
+    tiles = aten.view.default(tiles.contiguous(), [rows.shape[0], channels * math.prod(kernel)])
+    whole = torch.mm(rows.t(), tiles)
+    result: torch.Tensor = aten.view.default(whole, [*weight.shape])
+    return result
 
 
 def _gradient_of_weight(

@@ -86,6 +86,7 @@ CONVOLUTIONS = {
     "of each channel": lambda: nn.Conv2d(4, 4, 3, padding=1, groups=4),
     "of each channel, strided": lambda: nn.Conv2d(4, 4, 3, stride=2, padding=1, groups=4),
     "transposed": lambda: nn.ConvTranspose2d(4, 8, 3, stride=2, padding=1, output_padding=1),
+    "tiles": lambda: nn.Conv2d(4, 8, (6, 5), stride=(6, 5)),
     "volumes": lambda: nn.Conv3d(4, 4, 2, stride=(1, 2, 1)),
     "halved thrice": lambda: nn.Sequential(
         nn.Conv2d(4, 8, 3, stride=2, padding=1),
