@@ -119,11 +119,11 @@ def _columns(indices: Any) -> list[Any]:
     columns: list[Any] = []
     last = sizes_of(indices.type)[-1] or 0
     for d in reversed(range(last)):
-        if maker_of(indices) != "tensor.insert_slice":
-            return []
+        if maker_of(indices) != "tensor.insert_slice" or len(indices.owner.operands) > 2:
+            return []  # of a size that is not known, if it is one
         if list(indices.owner.attributes["static_offsets"]) != [0, d]:
             return []
-        column, indices = list(indices.owner.operands)
+        column, indices = indices.owner.operands
         columns.insert(0, column)
     return columns
 
