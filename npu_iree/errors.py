@@ -50,6 +50,9 @@ __all__ = [
     "WorkerStartError",
 ]
 
+# What code of others may raise as it is imported or called: its `sys.exit` ends no process of ours.
+FOREIGN = (Exception, SystemExit)
+
 # What to do where the device of a parent process is asked for something.
 IN_A_CHILD = (
     "compile again there (torch._dynamo.reset()), or start it by `spawn`; a DataLoader whose "

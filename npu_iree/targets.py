@@ -13,7 +13,7 @@ from lowering.cpu import THIS_CPU
 from lowering.rewrites import FORMS, RULES
 from lowering.suggest import suggested
 from lowering.target import Candidate, Choice, CompileTarget, FlagSet
-from npu_iree.errors import TargetError
+from npu_iree.errors import FOREIGN, TargetError
 
 ENTRY_POINT_GROUP = "npu_iree.targets"
 _MEMORIES = ("unified", "discrete")
@@ -246,7 +246,7 @@ def _add(found: dict[str, Target], entry: metadata.EntryPoint) -> str:
     """Load a target, and add it to those found by name; return what is wrong with it, if so."""
     try:
         target = entry.load()
-    except Exception as error:  # whatever another package does when it is imported
+    except FOREIGN as error:
         return f"it cannot be loaded: {type(error).__name__}: {error}"
     if not isinstance(target, Target):
         return f"it is no npu_iree.Target but {type(target).__name__}"

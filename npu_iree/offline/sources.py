@@ -23,7 +23,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from lowering.digest import file_digest
 from lowering.errors import first_line
 from lowering.ranges import LEAST_TRACED
-from npu_iree.errors import OptionError, SourceError
+from npu_iree.errors import FOREIGN, OptionError, SourceError
 
 # A number of up to 18 digits fits into 64 bits.
 _DYNAMIC = re.compile(
@@ -96,7 +96,7 @@ def load_examples(source: str) -> dict[str, Example]:
     function = _function(place)
     try:
         made = function()
-    except (Exception, SystemExit) as error:
+    except FOREIGN as error:
         raise SourceError(f"{place} fails: {_told(error)}") from error
     if isinstance(made, Mapping):
         return {str(name): _example(place, pair) for name, pair in made.items()}
@@ -142,7 +142,7 @@ def _read_pt2(path: Path) -> ExportedProgram:
     log.addFilter(keep)
     try:
         return torch.export.load(path)
-    except Exception as error:  # whatever torch.export makes of bytes that are not its own
+    except FOREIGN as error:  # whatever torch.export makes of bytes that are not its own
         reason = _why_unreadable((*causes, error)[0])
         raise SourceError(f"{path} is no exported program that can be read: {reason}") from error
     finally:
@@ -184,7 +184,7 @@ def _importing(name: str, folder: Path) -> Iterator[None]:
         sys.path.insert(0, str(folder))
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except FOREIGN as error:
         raise SourceError(f"cannot import {name}: {_told(error)}") from error
 
 
@@ -234,7 +234,7 @@ def _export(entry: str, example: Example, dynamic: Sequence[str]) -> ExportedPro
         return program
     except OptionError:
         raise
-    except (Exception, SystemExit) as error:  # whatever model and torch.export say
+    except FOREIGN as error:  # whatever model and torch.export say
         raise SourceError(f"torch.export cannot export {entry!r}: {_advice_of(error)}") from error
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from npu_iree.errors import SourceError, VerificationError
+from npu_iree.errors import FOREIGN, SourceError, VerificationError
 from npu_iree.offline.arguments import is_same_constant
 from npu_iree.offline.load import load
 from npu_iree.offline.sources import Example, load_examples
@@ -55,7 +55,7 @@ def call_eager(name: str, example: Example) -> tuple[Any, Any]:
         try:
             model = copy.deepcopy(example.model)  # its state, like the artifact's, is as exported
             return model(*args, **kwargs), (args, kwargs)
-        except Exception as error:
+        except FOREIGN as error:
             raise SourceError(f"eager fails at the example inputs of {name!r}: {error}") from error
 
 

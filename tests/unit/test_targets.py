@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module, metadata
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,13 +33,16 @@ taken = replace(NPU_VIRTUAL, alignment_bytes=128)
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Let packages offer targets of which most are none."""
+    (tmp_path / "package_that_exits.py").write_text("raise SystemExit('no licence')")
+    monkeypatch.syspath_prepend(tmp_path)
     entries = [
         metadata.EntryPoint(name, value, ENTRY_POINT_GROUP)
         for name, value in {
             "vendor": f"{__name__}:vendor",
             "gone": "no_such_package:TARGET",
+            "exits": "package_that_exits:TARGET",
             "number": f"{__name__}:OURS",
             "npu-twice": f"{__name__}:taken",
             "twin": f"{__name__}:twin",
@@ -63,12 +67,13 @@ def test_packages_that_fail_are_told_of_and_disable_no_others(
     assert set(targets()) == {*OURS, "vendor", "other"}
     assert find_target("npu-virtual") is NPU_VIRTUAL
     assert find_target("vendor") is vendor
-    assert len(caplog.records) == 6
+    assert len(caplog.records) == 7
     targets()
-    assert len(caplog.records) == 6, "once"
+    assert len(caplog.records) == 7, "once"
     assert caplog.text.count("target npu-virtual (") == 1, "of another package, and not of ours"
     for name, reason in (
         ("gone", "cannot be loaded: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("exits", "cannot be loaded: SystemExit: no licence"),
         ("number", "is no npu_iree.Target but set"),
         ("named", "the target of this entry point is named 'other'"),
         ("npu-twice", "npu-virtual is built in"),
