@@ -25,8 +25,9 @@ Sources = Annotated[
     list[str],
     typer.Argument(
         help="file.pt2, package.module:function or file.py:function that returns (model, "
-        "example inputs), or an IR file of a stage; `name=` before it names its entry point. All "
-        "of them are programs, which run here: give none of people whom you do not trust",
+        "example inputs), or an IR file of a stage, whose weights become inputs; `name=` before it "
+        "names its entry point. All of them are programs, which run here: give none of people whom "
+        "you do not trust",
         metavar="[NAME=]SOURCE",
     ),
 ]

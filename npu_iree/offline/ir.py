@@ -22,6 +22,7 @@ from npu_iree.errors import SourceError, StageError
 from npu_iree.offline.build import BuildOptions, write_files
 from npu_iree.offline.declarations import declared_tensors
 
+_PARAMETER = "#flow.parameter.named<"
 _PLAIN = {mlir_type(dtype): dtype for dtype in DTYPES if mlir_type(dtype) not in DTYPES}
 
 
@@ -31,13 +32,15 @@ def write_from_ir(file: Path, path: str | os.PathLike[str], options: BuildOption
     The arguments of each function are called `input0`, `input1`, ...; all are tensors.
 
     Raises:
-        SourceError: no stage continues from such a file, or a function takes something else.
+        SourceError: no stage continues from such a file, its weights are parameters, or a function
+            takes something else.
         StageError: a stage failed.
     """
     builder = options.compiler.builder
     flags = builder.target.flag_sets_for(extra=options.flags)[0]
     with tempfile.TemporaryDirectory(prefix="npu-iree-") as scratch:
         try:
+            _refuse_parameters(file)
             product = restart(file, CompileOptions(flags=flags), Path(scratch), builder.toolchain)
         except (ValueError, OSError) as error:
             raise SourceError(f"cannot compile {file}: {error}") from error
@@ -61,6 +64,14 @@ def write_from_ir(file: Path, path: str | os.PathLike[str], options: BuildOption
     )
     write_files(Path(path), pack(module, manifest), "", {})
     return manifest
+
+
+def _refuse_parameters(file: Path) -> None:
+    if _PARAMETER in file.read_text():
+        raise SourceError(
+            f"{file}: its weights are parameters, whose values no IR file has: go on from a "
+            ".linalg.mlir, where they are arguments"
+        )
 
 
 def _entries(file: Path, module: bytes) -> dict[str, Call]:

@@ -194,6 +194,7 @@ def test_a_compile_error_has_a_code_of_its_own(
         ("broken.pt2", "is no exported program that can be read"),
         ("broken.py:model", "SyntaxError"),
         ("broken.linalg.mlir", "broken.linalg.mlir"),
+        ("weights.flow.mlir", "its weights are parameters"),
     ],
 )
 def test_a_bad_source_is_told(
@@ -207,6 +208,9 @@ def test_a_bad_source_is_told(
     monkeypatch.chdir(tmp_path)
     for name in ("broken.pt2", "broken.py", "README.mlir", "broken.linalg.mlir"):
         Path(name).write_text("this is no such file (")
+    Path("weights.flow.mlir").write_text(
+        'util.global private @w = #flow.parameter.named<"model"::"w"> : tensor<8xf32>'
+    )
     before = {*tmp_path.iterdir()}
     source, reason = (t.replace("SOURCES", str(sources)) for t in (source, reason))
     done = command("compile", source, "-o", "x.vmfb")
