@@ -15,6 +15,7 @@ from rich.table import Column, Table
 
 from lowering.capabilities import Capabilities, Limit, load_capabilities
 from lowering.dtypes import DTYPES
+from npu_iree.cli.outputs import keeping_stdout
 from npu_iree.cli.pattern import Filter
 from npu_iree.conformance.cases import EVERYTHING
 from npu_iree.errors import OptionError
@@ -66,7 +67,8 @@ def show(
     form: Annotated[Literal["table", "markdown", "json"], typer.Option("--format")] = "table",
 ) -> None:
     """Show a capability table: op, the dtypes it runs in on the device, what runs on the host."""
-    rows = [row for row in table_rows(_load(table)) if filter_.search(row.op)]
+    with keeping_stdout(is_data=form != "table"):
+        rows = [row for row in table_rows(_load(table)) if filter_.search(row.op)]
     if form == "json":
         typer.echo(json.dumps([row.json() for row in rows], indent=1))
     elif form == "markdown":

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
+from npu_iree.cli.outputs import keeping_stdout
 from npu_iree.errors import (
     ArgumentError,
     ArtifactError,
@@ -69,9 +70,13 @@ def as_json(error: Exception) -> dict[str, object]:
 
 @contextlib.contextmanager
 def telling_errors(console: Console, *, as_json_: bool) -> Iterator[None]:
-    """With `--json`, print an error of ours as JSON, and end with its exit code."""
+    """With `--json`, print an error of ours as JSON, and end with its exit code.
+
+    Standard output is for the JSON alone then.
+    """
     try:
-        yield
+        with keeping_stdout(is_data=as_json_):
+            yield
     except TOLD as error:
         if not as_json_:
             raise

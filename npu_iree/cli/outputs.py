@@ -1,11 +1,21 @@
-"""Files that a command writes at its end: refused before it begins, and never half there."""
+"""What a command writes at its end: files, never half there, and data on standard output."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from lowering.files import try_to_write, write_atomically
 from npu_iree.errors import NpuIreeError, OptionError
+
+
+@contextlib.contextmanager
+def keeping_stdout(*, is_data: bool) -> Iterator[None]:
+    """Send what models and packages print to standard error, if standard output is for data."""
+    with contextlib.redirect_stdout(sys.stderr) if is_data else contextlib.nullcontext():
+        yield
 
 
 def refuse_unwritable(*paths: Path | None) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module, metadata
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from npu_iree.cli import app
+from npu_iree.targets import ENTRY_POINT_GROUP
 
 PAGE = Path(__file__).parents[2] / "lowering" / "capabilities" / "npu-local.md"
 
@@ -35,6 +38,21 @@ def test_show_says_where_an_op_runs_and_why_not() -> None:
     assert "if scalar: where no tensor has a dimension" in found["aten.cumsum.default"]["host"]
     (limit,) = found["aten.cumsum.default"]["limits"]
     assert (limit["scalar"], limit["dynamic"], limit["longer_than"]) == (True, False, None)
+
+
+def test_what_a_package_prints_is_not_among_the_data(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "package_that_prints.py").write_text("print('hello')\nTARGET = None\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    entry = metadata.EntryPoint("prints", "package_that_prints:TARGET", ENTRY_POINT_GROUP)
+    module = import_module("npu_iree.targets")
+    monkeypatch.setattr(module.metadata, "entry_points", lambda **_: [entry])
+    module._installed.cache_clear()
+    done = run("show", "--filter", "^aten.relu.default$", "--format", "json")
+    module._installed.cache_clear()
+    assert [row["op"] for row in json.loads(done.stdout)] == ["aten.relu.default"]
+    assert "hello" in done.stderr
 
 
 def test_the_page_that_is_checked_in_says_what_the_table_says() -> None:

@@ -26,14 +26,18 @@ Command = Callable[..., Ended]
 SOURCE = """
 import torch
 
+print("imported")
+
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(4, 3)
     def forward(self, x, y):
+        print("called")
         return {"sum": torch.relu(self.layer(x)) + y, "size": x.shape[0]}
 
 def model():
+    print("asked")
     torch.manual_seed(0)
     return Model(), {"x": torch.ones(2, 4), "y": torch.ones(3)}
 """
@@ -257,12 +261,13 @@ def test_an_artifact_from_a_dump_runs(
     assert json.loads(done.out)["entries"]["main"]["inputs"][0] == "input0: 2x4xf32"
 
 
-def test_a_module_of_the_current_folder_is_found(
+def test_a_module_of_the_current_folder_is_found_and_prints_among_no_data(
     command: Command, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
     done = command("compile", "mine:model", "-o", tmp_path / "x.vmfb", "--verify", "--json")
     assert done.code == 0, done.err
+    assert all(word in done.err for word in ("asked", "called"))
     assert done.json()["difference"] < 1e-5
 
 
