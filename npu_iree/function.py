@@ -210,11 +210,18 @@ class Function:
 
 
 def push_number(inputs: Any, number: float) -> None:
-    """Append a number to IREE's list of the arguments of a call."""
+    """Append a number to IREE's list of the arguments of a call.
+
+    Raises:
+        OverflowError: it is a whole number that 64 bits do not hold; eager says the same of most.
+    """
     if isinstance(number, float):
         inputs.push_float(number)
-    else:
+        return
+    try:
         inputs.push_int(number)
+    except TypeError as error:
+        raise OverflowError(f"{number} is too big for the 64 bits of an argument") from error
 
 
 def _static(spec: TensorSpec) -> tuple[int, ...] | None:

@@ -16,6 +16,8 @@ from npu_iree.errors import ArgumentError
 from npu_iree.host_memory import check_memory
 from npu_iree.offline.sizes import Size, match_shape, match_size
 
+_INT_END = 1 << 63
+
 
 def by_name(
     entry: str, names: Sequence[str], count: int, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -67,6 +69,8 @@ def check_argument(
         kind: type[Any] = NUMBERS[spec.dtype]
         if type(value) is not kind:
             raise ValueError(f"{name} is {kind.__name__}, not {type(value).__name__}")
+        if kind is int and not -_INT_END <= value < _INT_END:
+            raise ValueError(f"{name} is a number of 64 bits, which do not hold {value}")
         if argument.symbol:
             match_size((name, None, value, argument.symbol), sizes, later)
         return

@@ -223,6 +223,7 @@ def test_sizes_are_what_the_program_takes_for_granted(tmp_path: Path) -> None:
         ("late", (seeded(6, 4), seeded(4, 4)), "dimension 0 of x is 6, not 8"),
         ("counted", (seeded(7), 6, 3), "n is 6, not 7"),
         ("counted", (seeded(7), 7, 9), "step is 9, and the artifact is for 3 to 8"),
+        ("counted", (seeded(7), 7, 2**63), "step is a number of 64 bits, which do not hold 922"),
         ("odd", (seeded(6),), "the artifact is for sizes with Ne(Mod("),
         ("bits", (seeded(7),), "the artifact is for sizes with Eq(BitwiseFn"),
         ("squeezed", (seeded(1, 1, 3),), "is 1, and the artifact is for 2 or more"),

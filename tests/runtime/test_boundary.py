@@ -288,6 +288,11 @@ def test_python_scalars_may_change_between_calls(dynamic: bool | None, target: s
     ]:
         args = data(3, 4), n, f, flag
         assert_same(compiled(*args), function(*args))
+    with pytest.raises(OverflowError):
+        function(data(3, 4), 2**70, f, flag)
+    if dynamic is not False:  # a constant is Dynamo's to refuse
+        with pytest.raises(OverflowError, match=f"{2**70} is too big"):
+            compiled(data(3, 4), 2**70, f, flag)
 
 
 def test_a_function_of_numbers_alone_passes(any_target: str) -> None:
