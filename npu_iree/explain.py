@@ -18,7 +18,7 @@ from npu_iree.aot import aot_backend
 from npu_iree.backend import Source, aot_graph
 from npu_iree.compiled_call import is_compiled_function
 from npu_iree.errors import EagerOnlyError, HostOp, OptionError
-from npu_iree.options import Options
+from npu_iree.options import Options, as_dict
 from npu_iree.targets import Target
 from npu_iree.toolchain import compiler_for
 from npu_iree.torch_device.current import is_on_npu
@@ -166,7 +166,7 @@ def _asked(model: object, options: dict[str, Any] | None) -> dict[str, Any]:
             "explain takes the model itself, not what torch.compile made of it; give the options "
             "that torch.compile was given as options={...}"
         )
-    asked = {**(options or {}), "fallback": "host"}
+    asked = {**as_dict(options), "fallback": "host"}
     Options.parse(asked)
     return asked
 

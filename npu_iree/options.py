@@ -71,7 +71,7 @@ class Options:
         Raises:
             OptionError: an unknown name (the message suggests the near one) or a bad value.
         """
-        given = dict(options or {})
+        given = as_dict(options)
         names = [f.name for f in fields(cls)]
         for name in given:
             if name not in names:
@@ -99,6 +99,17 @@ class Options:
     def target_value(self) -> Target:
         """The target itself."""
         return find_target(self.target)
+
+
+def as_dict(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return options as they were given; none is an empty dict.
+
+    Raises:
+        OptionError: they are no dict.
+    """
+    if options is not None and not isinstance(options, Mapping):
+        raise OptionError(f"options are a dict of values by name, not {options!r}")
+    return dict(options or {})
 
 
 def _target(name: str, value: Any) -> str:
@@ -160,7 +171,7 @@ def _op_name(name: str, item: Any) -> str:
     """Accept an op or its name; a name must be one that PyTorch knows."""
     if isinstance(item, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return str(item)
-    if not isinstance(item, str):
+    if not isinstance(item, str) or not all(item.split(".")):
         raise OptionError(f"option {name!r}: {item!r} is no op; give a name such as 'aten.relu'")
     parts = item.split(".")
     namespace, rest = (parts[0], parts[1:]) if len(parts) > 1 else ("aten", parts)

@@ -23,7 +23,7 @@ from npu_iree.array import DeviceArray
 from npu_iree.border import smallest
 from npu_iree.donation import Donated, refused
 from npu_iree.errors import OptionError
-from npu_iree.options import Options
+from npu_iree.options import Options, as_dict
 from npu_iree.torch_device import account
 from npu_iree.torch_device.current import NAME, device, is_on_npu
 from npu_iree.torch_device.donations import Donation, call_place
@@ -52,7 +52,7 @@ def options_on_npu(options: Mapping[str, Any] | None) -> Options:
         OptionError: an option is wrong, or the target is not the one behind "npu".
     """
     target = device().target.name
-    parsed = Options.parse({"target": target, "rng": "host", **(options or {})})
+    parsed = Options.parse({"target": target, "rng": "host", **as_dict(options)})
     if parsed.target != target:
         raise OptionError(f'"npu" is {target}, so its tensors cannot go to {parsed.target!r}')
     return parsed

@@ -156,11 +156,12 @@ def test_everything_disabled_runs_on_the_host_alone(counts: Counter[str]) -> Non
         ({"disabled_ops": ["softmx"]}, "'softmax'"),
         ({"disabled_ops": ["aten.add.Tensr"]}, "'Tensor'"),
         ({"disabled_ops": ["nonsense.add"]}, "nonsense"),
-        ({"disabled_ops": ["aten."]}, "aten."),
+        ({"disabled_ops": ["aten."]}, "'aten.' is no op; give a name such as 'aten.relu'"),
         ({"disabled_ops": ["aten.relu.overloads"]}, "aten.relu.overloads"),
         ({"disabled_ops": ["aten.relu.default.tags"]}, "aten.relu.default.tags"),
         ({"disabled_ops": ["aten.__doc__"]}, "aten.__doc__"),
-        ({"disabled_ops": [""]}, "disabled_ops"),
+        ({"disabled_ops": [""]}, "'' is no op; give a name such as"),
+        ({"disabled_ops": ["..."]}, "'...' is no op; give a name such as"),
         ({"disabled_ops": "add"}, "list"),
         ({"disabled_ops": [3]}, "3"),
         ({"disabled_ops": None}, "disabled_ops"),
@@ -180,6 +181,13 @@ def test_wrong_options_are_refused_with_the_near_one(options: dict[str, Any], sa
     error = error_of(add_mul, X, X, **options)
     assert isinstance(error, OptionError)
     assert said in str(error)
+
+
+def test_options_that_are_no_dict_are_refused() -> None:
+    with pytest.raises(BackendCompilerFailed, match=r"a dict of values by name, not \[1\]"):
+        torch.compile(add_mul, backend="npu_iree", options=[1])(X, X)
+    with pytest.raises(OptionError, match=r"not \[1\]"):
+        npu_iree.explain(add_mul, X, X, options=[1])
 
 
 def test_two_models_with_different_options_do_not_influence_each_other(
