@@ -48,7 +48,7 @@ class Settings:
         cache = os.environ.get("NPU_IREE_CACHE") or _user_cache()
         return cls(
             dump=Path(dump).absolute() if dump else None,
-            cache=None if cache == "off" else Path(cache).absolute(),
+            cache=None if cache.lower() == "off" else Path(cache).absolute(),
             cache_limit_bytes=_bytes("NPU_IREE_CACHE_LIMIT_BYTES", 4 << 30),
             fault=_fault(fault) if fault else None,
         )

@@ -194,6 +194,8 @@ def _cache() -> ArtifactCache:
     settings = Settings.read()
     if settings.cache is None:
         raise NpuIreeError("the cache is off (NPU_IREE_CACHE=off)")
+    if settings.cache.exists() and not settings.cache.is_dir():
+        raise NpuIreeError(f"{settings.cache} is no folder (NPU_IREE_CACHE)")
     return ArtifactCache(settings.cache, settings.cache_limit_bytes)
 
 
