@@ -93,8 +93,10 @@ class CompileRequest:
             raise OptionError(f"no stage {self.stop_after!r}; there are: {', '.join(stages)}")
         if self.host_ops is HostOps.ALLOW and not self.bundle:
             raise OptionError("an artifact has no host: --host-ops allow goes with --bundle")
-        if self._is_from_ir and (len(self.sources) > 1 or self.bundle):
-            raise OptionError("an IR file is compiled alone, and not into a bundle")
+        if self._is_from_ir and self.bundle:
+            raise OptionError("an IR file is compiled into an artifact, not into a bundle")
+        if self._is_from_ir and len(self.sources) > 1:
+            raise OptionError("an IR file is compiled alone: its functions are the entry points")
         for source in self.sources:
             file = Path(source.rpartition("=")[2].partition(":")[0])
             if file.exists() and self.output.exists() and file.samefile(self.output):

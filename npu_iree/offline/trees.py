@@ -78,7 +78,8 @@ class Tree:
             missing = [key for key in self.keys if key not in value]
             extra = [key for key in value if key not in self.keys]
             if missing or extra:
-                raise TypeError(f"{path}: {_listed('missing', missing)}{_listed('extra', extra)}")
+                what = filter(None, (_listed("missing", missing), _listed("extra", extra)))
+                raise TypeError(f"{path}: {'; '.join(what)}")
             return [value[key] for key in self.keys]
         items = self._children_of(value)
         if items is None:
@@ -149,4 +150,4 @@ def _keys(context: Any, count: int) -> tuple[str | int, ...] | None:
 
 
 def _listed(what: str, names: Sequence[str | int]) -> str:
-    return f" {what} {', '.join(map(repr, names))};" if names else ""
+    return f"{what} {', '.join(map(repr, names))}" if names else ""

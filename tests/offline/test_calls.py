@@ -251,7 +251,8 @@ def test_a_wrong_structure_is_told_with_its_place(program: LoadedProgram) -> Non
     batch, point = signatures()["nested"].args
     for wrong, reason in (
         ({**batch, "more": 1}, "extra 'more'"),
-        ({"first": batch["first"]}, "missing 'rest'"),
+        ({"first": batch["first"]}, r"\[batch\]: missing 'rest'$"),
+        ({"first": batch["first"], "more": 1}, "missing 'rest'; extra 'more'$"),
         ({**batch, "rest": batch["rest"][:1]}, r"\[batch\]\[rest\] has 1 items, not 2"),
         ([1, 2], r"\[batch\] is no builtins.dict but list"),
     ):

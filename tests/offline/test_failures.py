@@ -253,6 +253,8 @@ def test_the_sizes_of_an_exported_program_stay(command: Command, tmp_path: Path)
         (("--stop-after", "aten-to-torch"), "x.torch.mlir"),
         (("--bundle", "--cpu", "x86-64-v3"), "a bundle has no --cpu"),
         (("b=again", "--params", "nowhere"), "nowhere"),
+        (("x.linalg.mlir",), "an IR file is compiled alone: its functions are"),
+        (("x.linalg.mlir", "--bundle"), "an IR file is compiled into an artifact, not into"),
         (("-o", "/dev/null/x.vmfb"), "/dev/null/x.vmfb cannot be written"),
     ],
 )
