@@ -222,7 +222,10 @@ def _write_irpa(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     index = hal.ParameterIndex()
     for name, tensor in tensors.items():
         index.add_buffer(name, _bytes_of(tensor).numpy())
-    index.create_archive_file(str(path))
+    try:
+        index.create_archive_file(str(path))
+    except (RuntimeError, IndexError) as error:  # how IREE tells that a disk is full
+        raise OSError(str(error)) from error
 
 
 def _read_irpa(path: Path, data: mmap.mmap) -> dict[str, Stored]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import resource
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -330,6 +331,20 @@ def test_what_is_written_has_the_permissions_of_any_file(net: Path, tmp_path: Pa
         npu_iree.save_parameters(Net().state_dict(), path)
         assert path.stat().st_mode == plain.stat().st_mode
     assert net.stat().st_mode == plain.stat().st_mode
+
+
+@pytest.mark.parametrize("suffix", ["irpa", "safetensors"])
+def test_what_does_not_fit_on_the_disk_is_told_and_nothing_is_left(
+    suffix: str, tmp_path: Path
+) -> None:
+    least, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, most))
+    try:
+        with pytest.raises(npu_iree.ArtifactError, match="it cannot be written: "):
+            npu_iree.save_parameters({"w": torch.ones(1000)}, tmp_path / f"w.{suffix}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (least, most))
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_is_written_is_what_safetensors_reads(tmp_path: Path) -> None:
