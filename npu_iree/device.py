@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from iree.runtime import _binding as hal
@@ -269,6 +269,12 @@ class Device:
 
     def __repr__(self) -> str:
         return f"<Device of {self.target.name}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self} is of this process, with all handles and loaded programs on it: another one "
+            "opens its own, and is given tensors of the CPU and the paths of artifacts"
+        )
 
 
 def _all_of(points: Sequence[Timepoint]) -> Timepoint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,12 @@ def test_named_tuples_and_whole_numbers_as_keys_come_back_as_what_they_are(
     batch, point = model.args
     again = program.nested(batch, tuple(point))  # any tuple of two will do
     assert_same(again["point"], tuple(result["point"]))
+
+
+def test_a_program_stays_in_its_process(program: LoadedProgram) -> None:
+    for value in (program, program["outputs"], program.device):
+        with pytest.raises(TypeError, match=r"is of this process.*the paths of artifacts"):
+            pickle.dumps(value)
 
 
 @pytest.mark.parametrize("size", [1, 5, 9])
