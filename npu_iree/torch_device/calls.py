@@ -87,19 +87,19 @@ class Template:
 
     def constants(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """Return what of a call is compiled into its kernel."""
+        return _text(self.positional, leaves), _text(self.named, leaves)
 
-        def text(value: Any) -> Any:
-            if isinstance(value, _Leaf):
-                leaf = leaves[value.index]
-                is_tensor = isinstance(leaf, torch.Tensor)
-                return ("leaf", value.index, "tensor" if is_tensor else type(leaf))
-            if isinstance(value, list):
-                return tuple(text(v) for v in value)
-            if isinstance(value, dict):
-                return tuple((k, text(v)) for k, v in value.items())
-            return (type(value), repr(value))
 
-        return (text(self.positional), text(self.named))
+def _text(value: Any, leaves: Sequence[Any]) -> Any:
+    if isinstance(value, _Leaf):
+        leaf = leaves[value.index]
+        is_tensor = isinstance(leaf, torch.Tensor)
+        return ("leaf", value.index, "tensor" if is_tensor else type(leaf))
+    if isinstance(value, list):
+        return tuple(_text(v, leaves) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, _text(v, leaves)) for k, v in value.items())
+    return (type(value), repr(value))
 
 
 def _placed(value: Any, is_number: Travels | None, count: Iterator[int]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import subprocess
 import sys
@@ -298,6 +299,18 @@ def test_host_ops_may_write_to_what_they_read() -> None:
     y = x.lgamma()
     torch.digamma(y[2:], out=y[2:])
     assert_same(a.cpu(), y)
+
+
+def test_a_call_that_is_made_for_the_first_time_keeps_nothing() -> None:
+    torch.ones(1236, device=NPU)
+    gc.collect()
+    gc.disable()
+    try:
+        held = torch.npu.memory_allocated()
+        torch.ones(1237, device=NPU)
+        assert torch.npu.memory_allocated() == held
+    finally:
+        gc.enable()
 
 
 def test_nothing_waits_before_somebody_looks(device: Device) -> None:
