@@ -229,7 +229,7 @@ def number_dtypes(
     whole = torch.int64
     if integers and not has_dim and not floats:
         whole = max((t.dtype for t in integers), key=lambda d: d.itemsize)
-    return {float: real, int: whole}
+    return {float: real, int: whole, bool: torch.bool}
 
 
 def argument_of(leaf: Any, dtypes: Mapping[type, torch.dtype]) -> Argument:

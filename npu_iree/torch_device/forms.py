@@ -36,6 +36,11 @@ def travels(value: Any) -> bool:
     return kind is float or (kind is int and -(1 << 63) <= value < 1 << 63)
 
 
+def may_be_tensor(value: Any) -> bool:
+    """Say whether a number in the place of a tensor can be one: truths can, and what travels."""
+    return type(value) is bool or travels(value)
+
+
 @dataclass(frozen=True)
 class Form:
     """How an op is traced.

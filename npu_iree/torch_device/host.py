@@ -60,7 +60,7 @@ def run_on_host(
     leaves = [_CPU if isinstance(leaf, torch.device) else leaf for leaf in leaves]
     host_args, host_kwargs = pytree.tree_unflatten(leaves, spec)
     with torch._C._DisableAutocast():  # that of the CPU: the op is one of "npu"
-        result = op(*host_args, **host_kwargs)
+        result = _taking_numbers(op, args, kwargs)(*host_args, **host_kwargs)
     if reason:  # not before: of a call that PyTorch refuses, its own error is all there is to say
         tell(op, reason)
     for tensor in targets:
@@ -118,12 +118,27 @@ def _is_pytorchs_error(
     args, kwargs = pytree.tree_map_only(torch.device, lambda _: _META, (args, kwargs))
     try:
         with torch._C._DisableAutocast():
-            op(*args, **kwargs)
+            _taking_numbers(op, args, kwargs)(*args, **kwargs)
     except NotImplementedError:
         return False
     except (RuntimeError, IndexError, TypeError, ValueError):
         return True
     return False
+
+
+def _taking_numbers(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """Return what takes a call: all overloads, where a number is in the place of a tensor.
+
+    PyTorch makes such numbers tensors, and gives them to a device in Python as the numbers again.
+    """
+    for i, argument in enumerate(op._schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        if isinstance(value, (complex, float, int)) and "Tensor" in str(argument.type):
+            packet: torch._ops.OpOverloadPacket = op.overloadpacket
+            return packet
+    return op
 
 
 def _is_forbidden() -> bool:

@@ -31,7 +31,7 @@ from npu_iree.torch_device.calls import (
     scan,
 )
 from npu_iree.torch_device.current import NAME, different_devices, frames, index_of, is_on_npu
-from npu_iree.torch_device.forms import FORMS, STATIC, Form, Probe, Travels, travels
+from npu_iree.torch_device.forms import FORMS, STATIC, Form, Probe, Travels, may_be_tensor
 from npu_iree.torch_device.host import run_on_host
 from npu_iree.torch_device.kept import Kept
 from npu_iree.torch_device.kernels import Bound, NoKernelError, family
@@ -104,7 +104,9 @@ class EagerOp:
     def _is_number(self) -> dict[str, Travels | None]:
         form, arguments = self._form, self.op._schema.arguments
         of_tensors = [a.name for a in arguments if str(a.type) in ("Tensor", "Optional[Tensor]")]
-        numbers = dict.fromkeys(of_tensors, travels) | dict.fromkeys(form.numbers, form.travels)
+        numbers = dict.fromkeys(of_tensors, may_be_tensor) | dict.fromkeys(
+            form.numbers, form.travels
+        )
         return {a.name: numbers.get(a.name) for a in arguments}
 
     @cached_property

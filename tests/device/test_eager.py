@@ -93,6 +93,14 @@ def test_powers_but_products_and_square_roots_are_one_kernel(counts: Counter[str
     assert compiled[0] == compiled[2] < compiled[3]
 
 
+def test_a_truth_beside_truths_is_no_constant_and_no_op_for_the_host(counts: Counter[str]) -> None:
+    x = torch.tensor([True, False])
+    with torch.npu.fallback("error"):
+        for value in (True, False):
+            assert_same((value ^ x.to(NPU)).cpu(), value ^ x)
+    assert counts["compiles"] <= 1
+
+
 PROMOTED = [(torch.uint8, 1.5), (torch.float16, 2)]
 OTHERS = [
     *((torch.uint8, 2), (torch.uint8, True), (torch.float16, 1.5), (torch.float16, True)),
@@ -273,6 +281,14 @@ def test_the_spread_of_nothing_is_no_number() -> None:
             a = x.to(NPU)[:size]
             given = a.var(correction=correction), a[:, :1].var(0, correction=correction)
             assert_same([v.cpu() for v in given], list(expected))
+
+
+def test_host_ops_take_numbers_in_the_place_of_tensors() -> None:
+    found = []
+    for where in ("cpu", NPU):
+        x = torch.tensor([1.5, -2.0], device=where)
+        found.append([torch.copysign(x, -1), torch.special.zeta(2.0, x), x.remainder_(True)])
+    assert_same([t.cpu() for t in found[1]], found[0])
 
 
 def test_host_ops_write_to_what_they_are_given() -> None:

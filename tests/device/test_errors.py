@@ -108,7 +108,7 @@ def _error_of(call: Callable[[str], object], where: str) -> str:
     try:
         call(where)
     except (RuntimeError, IndexError) as error:
-        return str(error)
+        return f"{type(error)}: {error}"
     return ""
 
 
@@ -170,6 +170,8 @@ _UNFIT: list[Callable[[str], object]] = [
 _UNFIT_FOR_THE_CPU: list[Callable[[str], object]] = [
     lambda where: torch.ones(2).long().to(where).mul_(torch.ones(2).to(where)),
     lambda where: _X.to(where) & _X.to(where),
+    lambda where: _X.to(where) & 1,
+    lambda where: _X.to(where) ^ True,
 ]
 
 
