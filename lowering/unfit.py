@@ -156,6 +156,20 @@ def _negative_beta(args: Sequence[Any], _: Mapping[str, Any]) -> str:
     return f"with a beta of {beta}" if beta < 0 else ""
 
 
+def _truth_as_factor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    alpha = kwargs.get("alpha", args[2] if len(args) > 2 else 1)
+    is_fit = type(alpha) is not bool or all(map(_is_truth, args[:2]))
+    return "" if is_fit else f"with an alpha of {alpha}"
+
+
+def _unfit_to_subtract(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    return "on truths" if any(map(_is_truth, args[:2])) else _truth_as_factor(args, kwargs)
+
+
+def _is_truth(value: Any) -> bool:
+    return type(value) is bool or (isinstance(value, torch.Tensor) and value.dtype is torch.bool)
+
+
 def _given(node: fx.Node) -> tuple[Any, Any]:
     """Return the arguments of a call: values in the place of the nodes that give them."""
     return fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta.get("val"))
@@ -166,6 +180,8 @@ _REFUSED: dict[Any, _Rule] = {
     aten._index_put_impl.default: _unfit_to_put,
     aten._log_softmax.default: _unfit_for_softmax,
     aten._softmax.default: _unfit_for_softmax,
+    aten.add.Scalar: _truth_as_factor,
+    aten.add.Tensor: _truth_as_factor,
     aten.addmm.default: _of_several_dtypes,
     aten.binary_cross_entropy.default: _of_two_dtypes,
     aten.bucketize.Tensor: _no_vector_of_boundaries,
@@ -183,7 +199,11 @@ _REFUSED: dict[Any, _Rule] = {
     aten.mv.default: _of_several_dtypes,
     aten.nll_loss2d_forward.default: _index_of(torch.int64, at=1),
     aten.nll_loss_forward.default: _index_of(torch.int64, torch.uint8, at=1),
+    aten.rsub.Scalar: _unfit_to_subtract,
+    aten.rsub.Tensor: _unfit_to_subtract,
     aten.smooth_l1_loss.default: _negative_beta,
     aten.sort.default: _no_such_dimension,
     aten.sort.stable: _no_such_dimension,
+    aten.sub.Scalar: _unfit_to_subtract,
+    aten.sub.Tensor: _unfit_to_subtract,
 }

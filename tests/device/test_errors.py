@@ -165,6 +165,8 @@ _UNFIT: list[Callable[[str], object]] = [
     lambda where: torch.ones(3, 3).long().to(where) @ torch.ones(3, 3).to(where),
     lambda where: _X.to(where).index_select(0, torch.ones(2).to(where)),
     lambda where: _X.to(where).sort(5),
+    lambda where: torch.ones(2).long().to(where) - True,
+    lambda where: torch.ones(2).long().to(where).add_(1, alpha=True),
 ]
 # Their shapes and dtypes tell nothing to PyTorch's fake kernels: the host must be allowed to ask.
 _UNFIT_FOR_THE_CPU: list[Callable[[str], object]] = [

@@ -12,15 +12,15 @@ from torch.utils._pytree import tree_map_only
 
 from lowering.capabilities import load_capabilities
 from lowering.partition import why_host
-from lowering.unfit import why_refused
+from lowering.unfit import what_is_wrong, why_refused
 
 aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 
 
-def _is_refused(op: Callable[..., Any], *args: Any) -> bool:
+def _is_refused(op: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     try:
-        op(*args)
+        op(*args, **kwargs)
     except (RuntimeError, IndexError):
         return True
     return False
@@ -118,6 +118,15 @@ def test_the_largest_of_no_elements(op: Any) -> None:
     for size in (2, 1, 0):
         call = (op, _X[:size])
         assert bool(_why_refused(*call)) == _is_refused(*call) == (not size)
+
+
+@pytest.mark.parametrize("op", [aten.add, aten.sub, aten.rsub], ids=str)
+def test_truths_are_not_subtracted_and_multiply_truths_alone(op: Any) -> None:
+    for x, y in itertools.product((_X, _X.long(), _X > 0), (2, True, _X, _X > 0)):
+        overload = op.Tensor if isinstance(y, torch.Tensor) else op.Scalar
+        assert bool(_why_refused(overload, x, y)) == _is_refused(overload, x, y), (x, y)
+        wrong = what_is_wrong(overload, (x, y), {"alpha": True})
+        assert bool(wrong) == _is_refused(overload, x, y, alpha=True), (x, y)
 
 
 def test_a_beta_below_zero() -> None:
