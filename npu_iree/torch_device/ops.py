@@ -148,12 +148,14 @@ class EagerOp:
         """Find or make the kernel of a call that is made for the first time."""
         if (place := kwargs.get("device")) is not None and place.type == NAME:
             index_of(place)
-        for target in self._targets(args, kwargs):
+        targets = self._targets(args, kwargs)
+        for target in targets:
             if isinstance(target, torch.Tensor) and not is_on_npu(target):
                 _refuse_devices([target, *leaves], self.op)
         if self._functional is None:
             return _Ready(reason=_no_kernel(self.op))
-        if reason := self._why_host(leaves, args) or what_is_wrong(self._functional, args, kwargs):
+        given = [*targets, *leaves]
+        if reason := self._why_host(given, args) or what_is_wrong(self._functional, args, kwargs):
             return _Ready(reason=reason)
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return _Ready(reason="")  # it is made from nothing: nothing is lost
@@ -162,16 +164,16 @@ class EagerOp:
         except NoKernelError as error:
             return _Ready(reason=str(error))
 
-    def _why_host(self, leaves: Sequence[Any], args: Sequence[Any]) -> str:
+    def _why_host(self, given: Sequence[Any], args: Sequence[Any]) -> str:
         if torch.Tag.nondeterministic_seeded in self.op.tags:
             return f"it {DRAWS_RANDOM_NUMBERS}"
         indices = {id(index) for index in self._indices(args)}
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                if not is_on_npu(leaf) and leaf.dim() and id(leaf) not in indices:
-                    _refuse_devices(leaves, self.op)
-                if leaf.layout is not torch.strided:
-                    return f"no device buffer holds the layout {leaf.layout}"
+        for value in given:
+            if isinstance(value, torch.Tensor):
+                if not is_on_npu(value) and value.dim() and id(value) not in indices:
+                    _refuse_devices(given, self.op)
+                if value.layout is not torch.strided:
+                    return f"no device buffer holds the layout {value.layout}"
         return ""
 
     def _indices(self, args: Sequence[Any]) -> Iterator[Any]:

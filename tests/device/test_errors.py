@@ -128,6 +128,15 @@ def test_nothing_is_written_to_the_cpu_that_was_not_asked_for_by_a_copy() -> Non
     assert (total.item(), out.shape) == (0, (0,))
 
 
+def test_what_is_on_the_cpu_is_not_written_to_the_device_unasked() -> None:
+    x, out = torch.ones(3), torch.zeros(3, device=NPU)
+    for write in (torch.exp, lambda x, out: torch.sum(x[None], 0, out=out)):
+        with pytest.raises(RuntimeError, match="at least two devices, npu:0 and cpu"):
+            write(x, out=out)
+    assert torch.mul(x[0], 2, out=out[0]).item() == 2  # of no dimension, PyTorch takes it anywhere
+    assert out.tolist() == [2, 0, 0]
+
+
 def test_what_is_asserted() -> None:
     x = torch.ones(3, device=NPU)
     torch._assert_async((x > 0).all(), "x is positive")
