@@ -54,6 +54,8 @@ def register_methods() -> None:
     core: Any = torch._C
     core._to_dlpack_versioned = _from_cpu(core._to_dlpack_versioned)
     core._to_dlpack = _from_cpu(core._to_dlpack)
+    for name in ("_accelerator_setDeviceIndex", "_accelerator_exchangeDevice"):
+        setattr(core, name, _for_this_device(getattr(core, name)))
     modules: Any = (torch, torch.utils.dlpack)
     for exports in modules:
         exports.to_dlpack = core._to_dlpack
@@ -199,6 +201,15 @@ def _from_cpu(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(self, *args, **kwargs)
 
     return of_copy
+
+
+def _for_this_device(function: Callable[[int], Any]) -> Callable[[int], Any]:
+    @functools.wraps(function)
+    def checked(index: int) -> Any:
+        index_of(index)
+        return function(index)
+
+    return checked
 
 
 def _record_nothing(record_stream: Callable[..., None]) -> Callable[..., None]:

@@ -352,6 +352,12 @@ def test_the_accelerator_of_this_process_is_npu() -> None:
         assert not torch.npu.is_current_stream_capturing()
     with torch.npu.device(0), pytest.raises(RuntimeError, match="npu:1 is no such"):
         torch.npu.synchronize("npu:1")
+    with torch.accelerator.device_index(0):
+        torch.accelerator.set_device_index(0)
+    with pytest.raises(RuntimeError, match="1 is no such"), torch.accelerator.device_index(1):
+        pass
+    with pytest.raises(RuntimeError, match="1 is no such"):
+        torch.accelerator.set_device_index(1)
 
 
 def test_lazy_conjugates_and_negatives_are_what_they_say() -> None:
