@@ -50,6 +50,7 @@ def register_methods() -> None:
     module_class._apply = keep_parameters(module_class._apply)
     tensor: Any = torch.Tensor
     tensor.__dlpack_device__ = _cpu_instead(tensor.__dlpack_device__)
+    tensor.data_ptr = _address_instead(tensor.data_ptr)
     tensor.record_stream = _record_nothing(tensor.record_stream)
     core: Any = torch._C
     core._to_dlpack_versioned = _from_cpu(core._to_dlpack_versioned)
@@ -97,6 +98,19 @@ def _cloned(self: torch.UntypedStorage) -> torch.UntypedStorage:
 def _address(self: torch.UntypedStorage) -> Any:
     """Tell storages apart, as their addresses do: no host address leads to their bytes."""
     return self._cdata
+
+
+def _address_instead(data_ptr: Callable[..., int]) -> Callable[..., int]:
+    """Let a tensor begin within its storage's address, for what compares both."""
+
+    @functools.wraps(data_ptr)
+    def address(self: torch.Tensor) -> int:
+        begin = data_ptr(self)  # on "npu" counted from nothing
+        if is_on_npu(self) and self.numel():
+            begin += self.untyped_storage().data_ptr()
+        return begin
+
+    return address
 
 
 def _fetched(self: torch.UntypedStorage) -> torch.UntypedStorage:

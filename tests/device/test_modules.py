@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_model, save_model
 from torch import nn
 
 from tolerances import assert_same
@@ -26,6 +28,19 @@ def test_a_module_that_moves_keeps_its_parameters_tied_and_known_to_optimizers()
     optimizer.step()
     assert (model[1].weight - before).abs().sum().item() > 0
     assert model.to("cpu")[0].weight.device.type == "cpu"
+
+
+def test_a_module_is_saved_by_safetensors_with_what_is_tied(tmp_path: Path) -> None:
+    whole = torch.arange(6.0, device=NPU)
+    begin = whole.untyped_storage().data_ptr()
+    assert [whole[i:].data_ptr() for i in (0, 1, 6)] == [begin, begin + 4, 0]
+    saved, loaded = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    for model in (saved, loaded):
+        model[1].weight = model[0].weight
+        model.to(NPU)
+    save_model(saved, tmp_path / "model.safetensors")
+    assert load_model(loaded, tmp_path / "model.safetensors", device=NPU) == (set(), [])
+    assert_same([p.cpu() for p in loaded.parameters()], [p.cpu() for p in saved.parameters()])
 
 
 class Scale(nn.Parameter):
