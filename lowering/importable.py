@@ -37,6 +37,8 @@ _FOLDED = tuple(
     for name in ("add", "mul", "rsub", "sub")
     for overload in ("Tensor", "Scalar")
 )
+# What computes in one dtype, that of all together -> from which argument on these are.
+_PROMOTING: Mapping[Any, int] = {aten.cat.default: 0, aten.mul.Tensor: 0, aten.where.self: 1}
 _DTYPES = {
     (bool, torch.SymBool): torch.bool,
     (int, torch.SymInt): torch.int64,
@@ -54,7 +56,7 @@ def make_importable(graph: fx.Graph) -> None:
     device find out, number by number, whether they are 1. Sizes taken for tensors become tensors,
     and several indices one: torch-mlir reads by no two that may have to be broadcast. One window is
     read by itself. Remainders of sizes, floats that are counted up to a size, and sorts are made of
-    what it takes; numbers beside floats are floats.
+    what it takes; numbers beside floats are floats, and so are truths among complex numbers.
 
     Before: %1 = aten.view(%0, [s0*s1, 8, 8])                      with %0 of [s0, s1, 64]
             %2 = aten.sub.Tensor(%s0, %1)
@@ -73,6 +75,8 @@ def make_importable(graph: fx.Graph) -> None:
         with graph.inserting_before(node):
             if isinstance(node.target, torch._ops.OpOverload):
                 _make_tensors(writer, node)
+            if node.target in _PROMOTING:
+                _make_numbers_of_truths(writer, node)
             if node.target in _RULES:
                 _RULES[node.target](writer, node)
 
@@ -127,6 +131,20 @@ def _make_tensors(writer: _Writer, node: fx.Node) -> None:
         else:
             dtype = next(dtype for kinds, dtype in _DTYPES.items() if isinstance(number, kinds))
             node.update_arg(i, writer.number(given, dtype, result))
+
+
+def _make_numbers_of_truths(writer: _Writer, node: fx.Node) -> None:
+    """Make numbers of truths among complex ones: torch-mlir takes a true one for -1."""
+    dtype, first = node.meta["val"].dtype, _PROMOTING[node.target]
+    if not dtype.is_complex:
+        return
+
+    def number(argument: fx.Node) -> fx.Node:
+        if getattr(_value(argument), "dtype", None) is not torch.bool:
+            return argument
+        return writer.call(torch.ops.prims.convert_element_type.default, argument, dtype.to_real())
+
+    node.args = (*node.args[:first], *fx.map_arg(node.args[first:], number))
 
 
 def _are_doubles(node: fx.Node) -> bool:

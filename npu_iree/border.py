@@ -316,7 +316,16 @@ def write_back(
             reason = "written to the caller's memory"
             record(Transfer("d2h", "staged", value.nbytes, name, "the caller", "", reason))
     with torch.no_grad():
-        torch._foreach_copy_([unversioned(a) for a, _, _ in ahead], fresh)
+        _write_all([unversioned(a) for a, _, _ in ahead], fresh)
+
+
+def _write_all(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """Write to each its own, at once where PyTorch does: not to lazy conjugates and negatives."""
+    if any(target.is_conj() or target.is_neg() for target in targets):
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value)
+    else:
+        torch._foreach_copy_(targets, values)
 
 
 def _in_order(stored: list[torch.Tensor], crossings: Sequence[Crossing]) -> list[torch.Tensor]:

@@ -74,6 +74,8 @@ def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
         return True
     if one.shape != other.shape or address_of(one) != address_of(other):
         return False
+    if one.is_conj() != other.is_conj() or one.is_neg() != other.is_neg():
+        return False
     strides = zip(one.shape, one.stride(), other.stride(), strict=True)
     return one.dtype == other.dtype and all(size == 1 or a == b for size, a, b in strides)
 

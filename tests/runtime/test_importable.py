@@ -66,6 +66,18 @@ def test_nothing_runs_on_the_host(name: str, is_dynamic: bool) -> None:
         assert_same(compiled(argument), function(argument))
 
 
+def test_a_truth_is_one_among_complex_numbers() -> None:
+    def chosen(z: torch.Tensor, mask: torch.Tensor) -> list[torch.Tensor]:
+        parts = [z * mask, mask * 2j, torch.where(mask, mask, z), torch.cat([mask, z])]
+        return [torch.view_as_real(part) for part in parts]
+
+    for dtype in (torch.complex64, torch.complex128):
+        z = torch.ones(3, dtype=dtype) * (2 - 3j)
+        mask = torch.tensor([True, False, True])
+        compiled = torch.compile(chosen, backend="npu_iree", options={"fallback": "error"})
+        assert_same(compiled(z, mask), chosen(z, mask))
+
+
 def test_the_gradient_of_a_circular_pad_of_unknown_sizes() -> None:
     """PyTorch reads the strides of what it pads into."""
 

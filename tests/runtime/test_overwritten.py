@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tolerances import assert_same
 
 pytestmark = pytest.mark.usefixtures("shared_cache")
 
-Function = Callable[[torch.Tensor], object]
+Function = Callable[[torch.Tensor], Any]
 X = torch.arange(18.0).view(3, 6)
 PLACES = torch.tensor([1, 2])
 
@@ -149,3 +150,16 @@ def test_complex_tensors_are_copied_before_they_are_written_into(dtype: torch.dt
     before = x.clone()
     assert_same(torch.compile(put, backend="npu_iree", dynamic=False)(x, y), put(x, y))
     assert_same(x, before)
+
+
+@pytest.mark.parametrize("of", [torch.conj, lambda z: z.conj().imag], ids=["conjugate", "negative"])
+def test_what_has_its_sign_turned_lazily_is_written_to(of: Function) -> None:
+    def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(y)
+        return y * 2
+
+    found, expected = torch.tensor([1 + 2j, 3 - 1j]), torch.tensor([1 + 2j, 3 - 1j])
+    x, wanted = of(found), of(expected)
+    y = torch.ones_like(x)
+    assert_same(torch.compile(add, backend="npu_iree")(x, y), add(wanted, y))
+    assert_same(found, expected)
