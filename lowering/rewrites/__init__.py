@@ -16,7 +16,13 @@ from torch import fx
 from lowering.cpu import compiling_for
 from lowering.graph_modules import graph_module_of
 from lowering.importable import make_importable
-from lowering.rewrites import broadcasts, convolution_gradients, convolutions, products, sums
+from lowering.rewrites import (
+    broadcasts,
+    convolution_gradients,
+    products,
+    sums,
+    transposed_convolutions,
+)
 from lowering.rewrites.channels_last import ChannelsLast
 from lowering.rewrites.forms import Forms
 from lowering.rewrites.matrices import Matrices
@@ -27,7 +33,7 @@ from lowering.target import CompileTarget
 # What a target lists in `CompileTarget.rewrites` -> op -> what it is rewritten by.
 RULES: Mapping[str, Mapping[Any, Rule]] = {
     "broadcasts": broadcasts.RULES,
-    "convolutions": {**convolutions.RULES, **convolution_gradients.RULES},
+    "convolutions": {**transposed_convolutions.RULES, **convolution_gradients.RULES},
     "products": products.RULES,
     "sums": sums.RULES,
 }

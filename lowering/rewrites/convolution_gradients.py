@@ -16,17 +16,13 @@ import torch
 from lowering.decompositions.convolution import spread
 from lowering.decompositions.halves import widened
 from lowering.rewrites.convolutions import is_images, is_small, rows_of
-from lowering.rewrites.gradients_of_any_size import (
-    MOST_PLACES_OF_GRADIENT,
-    gradient_of_input,
-    of_any_size,
-)
+from lowering.rewrites.gradients_of_any_size import MOST_PLACES_OF_GRADIENT, of_any_size
+from lowering.rewrites.gradients_of_input import gradient_of_input, is_without_zeros
 from lowering.rewrites.rule import Rule
-from lowering.rewrites.windows import MOST_PLACES, Window, to_last, windows
+from lowering.rewrites.windows import Window, to_last, windows
 from lowering.sizes import is_static
 
 aten = torch.ops.aten
-_MOST_PHASES = 16  # places between two windows, for the gradient of the input
 # The gradient of a weight is a convolution of images with it, if so many features are whole blocks
 # (`lowering.stages.code.block_convolutions`), and there are so many images or pieces of them.
 _FEATURES, _CHANNELS = 32, 4
@@ -73,7 +69,7 @@ def convolution_backward(
     of_x = of_weight = of_bias = None
     pieces = _pieces(gradient, x, window) if are_images else None
     is_left = are_images and pieces is None and not _can_write_windows(gradient, weight, window)
-    is_dense = not are_images or _is_without_zeros(window)
+    is_dense = not are_images or is_without_zeros(window, 1)
     wanted = [output_mask[0] and not is_dense, output_mask[1] and is_left, False]
     if any(wanted):  # of images, what the code generator does as well by itself
         places = (*window[1:], False, output_padding, 1)
@@ -82,7 +78,7 @@ def convolution_backward(
         of_weight = found[1].to(kinds[1]) if wanted[1] else None
     if output_mask[0] and is_dense:
         if are_images:
-            of_x = gradient_of_input(gradient, x, weight, window, 1).to(kinds[0])
+            of_x = gradient_of_input(gradient, x.shape[2:], weight, window, 1).to(kinds[0])
         else:
             of_x = _gradient_of_rows(gradient, x, weight, window).to(kinds[0])
     if output_mask[1] and pieces is not None:
@@ -101,15 +97,6 @@ def _can_write_windows(gradient: torch.Tensor, weight: torch.Tensor, window: Win
     nbytes = gradient.numel() // features * places * channels * gradient.element_size()
     are_apart = math.prod(window.stride) > 1
     return places <= MOST_PLACES_OF_GRADIENT and nbytes <= _MOST_BYTES_OF_WINDOWS[are_apart]
-
-
-def _is_without_zeros(window: Window) -> bool:
-    """Say whether the gradient of images is written as what reads no zeros between two windows."""
-    kernel, stride, *_ = window
-    if math.prod(stride) == 1:
-        return True
-    places = math.prod(-(-size // step) for size, step in zip(kernel, stride, strict=True))
-    return math.prod(stride) <= _MOST_PHASES and places <= MOST_PLACES
 
 
 def _gradient_of_rows(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ import torch
 from lowering.cpu import known_to_have
 from lowering.decompositions.halves import HALVES, widened
 from lowering.rewrites.recorder import part_of
-from lowering.rewrites.rule import Rule
 from lowering.rewrites.windows import MOST_PLACES, Window, to_first, to_last, windows
 from lowering.sizes import are_empty, are_known, is_static
 
@@ -240,8 +239,3 @@ def _by_channel(x: torch.Tensor, weight: torch.Tensor, window: Window) -> torch.
 def rows_of(weight: torch.Tensor) -> torch.Tensor:
     """Lay out a weight as the rows of a product, `[F, K * C]`."""
     return weight.permute(0, 2, 1).reshape(weight.shape[0], -1)
-
-
-RULES: Mapping[Any, Rule] = {
-    aten.convolution.default: Rule(convolution, is_dynamic=True),
-}

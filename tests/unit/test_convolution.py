@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lowering.decompositions import convolution
 from lowering.rewrites.gradients_of_any_size import of_any_size
+from lowering.rewrites.transposed_convolutions import of_either_kind
 
 aten = torch.ops.aten
 
@@ -23,7 +24,7 @@ def calls(draw: st.DrawFn) -> tuple[list[torch.Tensor], list[object]]:
     def each(low: int, high: int) -> list[int]:
         return draw(st.lists(st.integers(low, high), min_size=rank, max_size=rank))
 
-    stride, padding, dilation, kernel = each(1, 3), each(0, 2), each(1, 2), each(1, 3)
+    stride, padding, dilation, kernel = each(1, 3), each(0, 2), each(1, 2), each(1, 4)
     most = [max(pair) - 1 for pair in zip(stride, dilation, strict=True)]
     more = [draw(st.integers(0, m)) if transposed else 0 for m in most]
     c, f = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 3))
@@ -48,6 +49,9 @@ def test_a_convolution_and_its_gradients(call: tuple[list[torch.Tensor], list[ob
     if actual is not NotImplemented:
         torch.testing.assert_close(actual, expected)
         assert actual.is_contiguous() == expected.is_contiguous()
+    rewritten = of_either_kind(*tensors, *rest)
+    if rewritten is not NotImplemented:
+        torch.testing.assert_close(rewritten, expected)
     x, weight, bias = tensors
     backward = (torch.randn_like(expected), x, weight, list(bias.shape), *rest, [True] * 3)
     gradients = convolution.convolution_backward(*backward)
