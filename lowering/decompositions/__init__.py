@@ -57,7 +57,6 @@ DecompositionTable = Mapping[OpOverload, Callable[..., Any]]
 
 # Beyond core ATen: torch-mlir lowers the pieces, and lowers them better than the whole.
 EXTRA_OPS = (
-    aten._adaptive_avg_pool2d,
     aten._euclidean_dist,
     aten._log_softmax,
     aten._native_batch_norm_legit,

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._decomp import decompositions
 
 from lowering.decompositions.maxima import given_back
 from lowering.decompositions.pooling import are_pooled
+from lowering.sizes import are_known
 
 aten = torch.ops.aten
 _MAX_POOLS = {2: aten.max_pool2d_with_indices.default, 3: aten.max_pool3d_with_indices.default}
+_PYTORCHS = decompositions.adaptive_avg_pool2d
+_MOST_WINDOWS = 16  # along a dimension of a size that is not known
 
 
 def adaptive_max_pool(x: torch.Tensor, output_size: Sequence[int]) -> Any:
@@ -47,24 +51,80 @@ def adaptive_max_pool(x: torch.Tensor, output_size: Sequence[int]) -> Any:
     return values.squeeze(-1), torch.sum(torch.where(is_it, place, 0), -1)
 
 
+def adaptive_avg_pool(rank: int, x: torch.Tensor, output_size: Sequence[int]) -> Any:
+    """Decompose `aten._adaptive_avg_pool2d` and `3d` of sizes that are not known.
+
+    PyTorch's own decomposition makes each size that it meets a constant.
+
+    Before: _adaptive_avg_pool2d(%x, [3, 2])                           with %x of [N, C, H, W]
+    After:  %m, %n = which of H the 3 windows have, [3, H], and how many
+            %1 = sum(where(%m, %x[:, :, None], 0), 3) / %n, [N, C, 3, W]; and so along W
+    """
+    if are_known(x.shape[-rank:]) or not _are_few(output_size):
+        return _PYTORCHS(x, output_size) if rank == 2 else NotImplemented
+    for dim, count in zip(range(x.dim() - rank, x.dim()), output_size, strict=True):
+        behind = [1] * (x.dim() - 1 - dim)
+        are_its_own, lengths = _all_of_windows(x.shape[dim], count, x.device)
+        own = are_its_own.view(count, -1, *behind)
+        x = torch.sum(torch.where(own, x.unsqueeze(dim), 0), dim + 1) / lengths.view(-1, *behind)
+    return x
+
+
 def adaptive_avg_pool_backward(rank: int, gradient: torch.Tensor, x: torch.Tensor) -> Any:
     """Decompose `aten._adaptive_avg_pool2d_backward` and `3d`.
 
     An element has its part in one window or in several that overlap. Which these are follows from
-    the number of windows as which elements they have follows from that of elements.
+    the number of windows as which elements they have follows from that of elements. If that is not
+    known, and windows are few, each is asked.
     """
-    if not are_pooled(x.shape[-rank:]):
+    if are_pooled(x.shape[-rank:]):
+        given = _given_by_some
+    elif _are_few(gradient.shape[-rank:]):
+        given = _given_by_each
+    else:
         return NotImplemented
     for dim in range(x.dim() - rank, x.dim()):
-        size, count = x.shape[dim], gradient.shape[dim]
-        behind = [1] * (x.dim() - 1 - dim)
-        _, are_its_own = _windows(size, count, x.device)
-        part = gradient / torch.sum(are_its_own, -1).view(count, *behind)
-        reads, are_its_own = _windows(count, size, x.device)
-        parts = _read(part, dim, reads)
-        own = are_its_own.view(*are_its_own.shape, *behind)
-        gradient = torch.sum(torch.where(own, parts, 0), dim + 1)
+        gradient = given(gradient, dim, x.shape[dim])
     return gradient
+
+
+def _given_by_some(gradient: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Sum what each element gets of the windows along a dimension that it is in."""
+    count, behind = gradient.shape[dim], [1] * (gradient.dim() - 1 - dim)
+    _, are_its_own = _windows(size, count, gradient.device)
+    part = gradient / torch.sum(are_its_own, -1).view(count, *behind)
+    reads, are_its_own = _windows(count, size, gradient.device)
+    own = are_its_own.view(*are_its_own.shape, *behind)
+    return torch.sum(torch.where(own, _read(part, dim, reads), 0), dim + 1)
+
+
+def _given_by_each(gradient: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """Sum what each element gets of all windows along a dimension: nothing of most."""
+    count, behind = gradient.shape[dim], [1] * (gradient.dim() - 1 - dim)
+    are_its_own, lengths = _all_of_windows(size, count, gradient.device)
+    part = (gradient / lengths.view(-1, *behind)).unsqueeze(dim + 1)
+    return torch.sum(torch.where(are_its_own.view(count, -1, *behind), part, 0), dim)
+
+
+def _are_few(counts: Sequence[int]) -> bool:
+    """Say whether there are so few windows that each may be asked for all elements."""
+    return are_known(counts) and all(0 < count <= _MOST_WINDOWS for count in counts)
+
+
+def _all_of_windows(
+    size: int, count: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which elements of all `count` windows have, `[count, size]`, and how many each."""
+    start, end = _ends(size, count, device)
+    at = torch.arange(size, device=device)
+    return (at >= start) & (at < end), end - start
+
+
+def _ends(size: int, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where windows begin, and where they have ended, each `[count, 1]`."""
+    i = torch.arange(count, device=device).unsqueeze(-1)
+    start = torch.div(i * size, count, rounding_mode="floor")
+    return start, torch.div(i * size + size + count - 1, count, rounding_mode="floor")
 
 
 def _windows(size: int, count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,9 +133,7 @@ def _windows(size: int, count: int, device: torch.device) -> tuple[torch.Tensor,
     The shorter ones read their last element again.
     """
     longest = max(-(-(i + 1) * size // count) - i * size // count for i in range(count))
-    i = torch.arange(count, device=device).unsqueeze(-1)
-    start = torch.div(i * size, count, rounding_mode="floor")
-    end = torch.div(i * size + size + count - 1, count, rounding_mode="floor")
+    start, end = _ends(size, count, device)
     at = start + torch.arange(longest, device=device)
     return torch.minimum(at, end - 1), at < end
 
@@ -94,6 +152,8 @@ def _windows_last(x: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 DECOMPOSITIONS = {
+    aten._adaptive_avg_pool2d.default: functools.partial(adaptive_avg_pool, 2),
+    aten._adaptive_avg_pool3d.default: functools.partial(adaptive_avg_pool, 3),
     aten._adaptive_avg_pool2d_backward.default: functools.partial(adaptive_avg_pool_backward, 2),
     aten._adaptive_avg_pool3d_backward.default: functools.partial(adaptive_avg_pool_backward, 3),
     aten.adaptive_max_pool2d.default: adaptive_max_pool,

@@ -161,7 +161,8 @@ def pooled(x: torch.Tensor) -> torch.Tensor:
     rows = F.avg_pool2d(x, (2, 1), ceil_mode=True)
     averages = F.avg_pool2d(rows, (1, 2), ceil_mode=True)
     of_one = F.avg_pool2d(x[0], 2).mean() + F.max_pool2d(x[1], 3, 1, 1).mean()
-    return F.max_pool2d(x.exp(), 3, 2, 1) + averages + of_one
+    of_any_length = F.adaptive_avg_pool2d(x, (3, 5)).sin().mean()
+    return F.max_pool2d(x.exp(), 3, 2, 1) + averages + of_one + of_any_length
 
 
 def pooled_to_one(x: torch.Tensor) -> torch.Tensor:

@@ -183,6 +183,29 @@ def test_adaptive_pooling_and_its_gradients(data: st.DataObject) -> None:
     assert_equal(actual, avg_backward(gradient, x))
 
 
+@pytest.mark.parametrize("rank", [2, 3])
+def test_adaptive_averages_of_any_size(rank: int) -> None:
+    forward, backward = {
+        2: (aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d_backward.default),
+        3: (aten._adaptive_avg_pool3d.default, aten._adaptive_avg_pool3d_backward.default),
+    }[rank]
+
+    def function(x: torch.Tensor) -> Any:
+        averages = forward(x, [3, 7, 2][:rank])
+        return averages, backward(averages.abs(), x)
+
+    generator = torch.Generator().manual_seed(0)
+    x, *others = (
+        torch.randn(2, 3, *sizes[:rank], generator=generator)
+        for sizes in ([8, 9, 7], [6, 14, 4], [2, 3, 2], [7, 11, 5])
+    )
+    graph = make_fx(function, dict(decomposition_table()), "symbolic")(x)
+    assert not {forward, backward} & {node.target for node in graph.graph.nodes}
+    for other in (x, *others):
+        other[0, 0] = float("inf")
+        assert_equal(graph(other), function(other))
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_gradients_of_edges_that_were_repeated(data: st.DataObject) -> None:
