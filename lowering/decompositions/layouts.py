@@ -35,6 +35,10 @@ def _gradient_of_image(result: torch.Tensor, args: Sequence[Any]) -> torch.Tenso
     return _image(result, args[1:3]) if result.dim() == 4 else result
 
 
+def _gradient_of_padded(result: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
+    return result.contiguous(memory_format=suggest_memory_format(args[1]))
+
+
 def _convolved(result: torch.Tensor, args: Sequence[Any]) -> torch.Tensor:
     """Put channels where they are in what PyTorch's kernel for such a convolution makes."""
     image, weight, bias, *amounts = args
@@ -98,6 +102,8 @@ LAYOUTS: Mapping[torch._ops.OpOverload, Layout] = {
     aten.masked_scatter.default: _natural,
     aten.max_pool2d_with_indices.default: _image,
     aten.max_pool2d_with_indices_backward.default: _gradient_of_image,
+    aten.replication_pad2d_backward.default: _gradient_of_padded,
+    aten.replication_pad3d_backward.default: _gradient_of_padded,
     aten.scatter_add.default: _natural,
     aten.select_scatter.default: _like_first,
     aten.upsample_nearest1d.default: _natural,

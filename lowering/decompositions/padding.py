@@ -18,22 +18,40 @@ def replication_pad_backward(
 ) -> Any:
     """Decompose `aten.replication_pad1d_backward`, `2d` and `3d`: an edge gets what it was read as.
 
+    What was taken away gets nothing.
+
     Before: replication_pad1d_backward(%g, %x, [2, 1])                         with %x of [C, L]
     After:  cat([sum(%g[:, :3], 1, True), %g[:, 3:L+1], sum(%g[:, L+1:], 1, True)], 1)
     """
-    if min(padding) < 0 or 0 in x.shape:
+    pairs = [*zip(padding[::2], padding[1::2], strict=True)]
+    if 0 in x.shape or _are_all_taken(x.shape[::-1], pairs):
         return NotImplemented
-    for i, (before, after) in enumerate(zip(padding[::2], padding[1::2], strict=True)):
-        dim, size = x.dim() - 1 - i, x.shape[x.dim() - 1 - i]
-        if size == 1:
+    for i, (before, after) in enumerate(pairs):
+        dim = x.dim() - 1 - i
+        if x.shape[dim] == 1:
             gradient = torch.sum(gradient, dim, True)
         elif before or after:
-            first, last = before + 1, before + size - 1
-            start = torch.sum(aten.slice.Tensor(gradient, dim, 0, first), dim, True)
-            middle = aten.slice.Tensor(gradient, dim, first, last)
-            end = torch.sum(aten.slice.Tensor(gradient, dim, last, last + 1 + after), dim, True)
-            gradient = torch.cat([start, middle, end], dim)
+            first, last = max(before + 1, 0), gradient.shape[dim] - max(after + 1, 0)
+            parts = [aten.slice.Tensor(gradient, dim, first, last)]
+            if min(before, after) < 0:
+                amounts = [0, 0] * i + [max(-before, 0), max(-after, 0)]
+                parts = [aten.constant_pad_nd.default(parts[0], amounts)]
+            if before >= 0:
+                parts = [torch.sum(aten.slice.Tensor(gradient, dim, 0, first), dim, True), *parts]
+            if after >= 0:
+                end = aten.slice.Tensor(gradient, dim, last, last + 1 + after)
+                parts = [*parts, torch.sum(end, dim, True)]
+            gradient = torch.cat(parts, dim)
     return gradient
+
+
+def _are_all_taken(sizes: Sequence[int], pairs: Sequence[tuple[int, int]]) -> bool:
+    """Say whether padding takes all there is, and then adds the edge that it took."""
+    amounts = [min(pair) for pair in pairs]
+    return any(
+        amount < 0 and size > 1 and size + amount < 1
+        for size, amount in zip(sizes, amounts, strict=False)
+    )
 
 
 def pad(x: torch.Tensor, amounts: Sequence[int], value: int | float = 0) -> Any:

@@ -110,6 +110,14 @@ CALLS: dict[str, tuple[Any, Callable[[torch.Tensor], list[Any]]]] = {
             aten.max_pool2d_with_indices(x, [2, 2])[1],
         ],
     ),
+    "gradients of repeated edges": (
+        aten.replication_pad2d_backward.default,
+        lambda x: [x[:, :, :7] * 1, x, [1, -1, -2, 1]],
+    ),
+    "gradients of repeated sides": (
+        aten.replication_pad3d_backward.default,
+        lambda x: [space(x), space(x), [1, -1, 0, 0, 0, 0]],
+    ),
     "added products": (
         aten.baddbmm.default,
         lambda x: [x[0, :, :, :8], x[0, :, :, :8], x[1, ..., :8]],

@@ -216,7 +216,11 @@ def test_gradients_of_edges_that_were_repeated(data: st.DataObject) -> None:
         3: (aten.replication_pad3d.default, aten.replication_pad3d_backward.default),
     }[rank]
     x = drawn(data, 2, 3, *numbers(data, rank, 1, 5))
-    amounts = numbers(data, 2 * rank, 0, 3)
-    gradient = drawn(data, *forward(x, amounts).shape)
+    amounts = numbers(data, 2 * rank, -3, 3)
+    try:
+        gradient = drawn(data, *forward(x, amounts).shape)
+    except RuntimeError:  # nothing is left
+        assume(False)
     actual = padding.replication_pad_backward(gradient, x, amounts)
+    assume(actual is not NotImplemented)
     assert_equal(actual, backward(gradient, x, amounts))
