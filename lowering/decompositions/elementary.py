@@ -135,6 +135,35 @@ def elu(x: torch.Tensor, alpha: float = 1, scale: float = 1, input_scale: float 
     return torch.where(x > 0, x * scale, below)
 
 
+def rrelu(
+    x: torch.Tensor,
+    noise: torch.Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: torch.Generator | None = None,
+) -> Any:
+    """Decompose `aten.rrelu_with_noise_functional` where nothing is drawn: slopes are the mean."""
+    if training:
+        return NotImplemented
+    return aten.leaky_relu.default(x, (lower + upper) / 2), noise.clone()
+
+
+def rrelu_backward(
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    noise: torch.Tensor,
+    lower: float,
+    upper: float,
+    training: bool,
+    is_result: bool,
+) -> Any:
+    """Decompose `aten.rrelu_with_noise_backward`, as `rrelu`."""
+    if training:
+        return NotImplemented
+    return aten.leaky_relu_backward.default(gradient, x, (lower + upper) / 2, is_result)
+
+
 def logaddexp(a: torch.Tensor, b: torch.Tensor) -> Any:
     """Decompose `aten.logaddexp`: of a NaN it is NaN, beside an infinity too."""
     if a.dtype.is_complex or b.dtype.is_complex:
@@ -271,6 +300,8 @@ DECOMPOSITIONS = {
     aten.logaddexp.default: logaddexp,
     aten.logaddexp2.default: logaddexp2,
     aten.polar.default: polar,
+    aten.rrelu_with_noise_backward.default: rrelu_backward,
+    aten.rrelu_with_noise_functional.default: rrelu,
     aten.sin.default: angles.sin,
     aten.sinh.default: sinh,
     aten.tan.default: angles.tan,
