@@ -22,6 +22,12 @@ def weight_norm(
     return v * (g / norms), norms
 
 
+def norm(x: torch.Tensor, p: float = 2) -> torch.Tensor:
+    """Decompose `aten.norm` of all elements: the length of a weight that has but one."""
+    length: torch.Tensor = torch.linalg.vector_norm(x, p)
+    return length
+
+
 def weight_norm_backward(
     gradient: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,4 +55,5 @@ def weight_norm_backward(
 DECOMPOSITIONS = {
     aten._weight_norm_interface.default: weight_norm,
     aten._weight_norm_interface_backward.default: weight_norm_backward,
+    aten.norm.Scalar: norm,
 }

@@ -8,7 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowering.decompositions import bags, indexing, overlaps, scatters, weight_norm
+from lowering.decompositions import (
+    bags,
+    decomposition_table,
+    indexing,
+    overlaps,
+    scatters,
+    weight_norm,
+)
 
 aten = torch.ops.aten
 SIZES = st.integers(1, 5)
@@ -146,6 +153,8 @@ def test_gradients_of_a_norm_of_weights() -> None:
         weight, norms = aten._weight_norm_interface.default(v, g, dim)
         ours = weight_norm.weight_norm(v, g, dim)
         torch.testing.assert_close(ours, (weight, norms.view(g.shape)))
+        of_all = decomposition_table()[aten.norm.Scalar](v, 3)
+        torch.testing.assert_close(of_all, aten.norm.Scalar(v, 3))
         gradient = torch.randn(weight.shape)
         expected = torch.autograd.grad(weight, (v, g), gradient)
         actual = weight_norm.weight_norm_backward(gradient, v, g, norms.view(g.shape), dim)
