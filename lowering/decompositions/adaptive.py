@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ def adaptive_max_pool(x: torch.Tensor, output_size: Sequence[int]) -> Any:
     """
     rank = len(output_size)
     sizes = x.shape[-rank:]
+    if not are_known(sizes) and _are_few(output_size):
+        return _largest_of_any(x, output_size)
     if not are_pooled(sizes) or 0 in output_size:
         return NotImplemented
     if all(size % count == 0 for size, count in zip(sizes, output_size, strict=True)):
@@ -49,6 +52,31 @@ def adaptive_max_pool(x: torch.Tensor, output_size: Sequence[int]) -> Any:
         rating = torch.where(windows != windows, 1 + at, rating)  # or the last NaN
     is_it = rating == torch.amax(rating, -1, True)
     return values.squeeze(-1), torch.sum(torch.where(is_it, place, 0), -1)
+
+
+def _largest_of_any(
+    x: torch.Tensor, output_size: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find the largest and their places along one dimension after the other, the last one first.
+
+    The first of the largest is in the first row that has one, and the last NaN in the last row.
+    """
+    rank, ahead = len(output_size), 1
+    values, places = x, torch.zeros((), dtype=torch.int64, device=x.device)
+    lowest = -math.inf if x.dtype.is_floating_point else torch.iinfo(x.dtype).min
+    for dim, count in zip(range(-1, -rank - 1, -1), reversed(output_size), strict=True):
+        size, behind = x.shape[dim], [1] * (-1 - dim)
+        at = torch.arange(size, device=x.device).view(-1, *behind)
+        own = _all_of_windows(size, count, x.device)[0].view(count, -1, *behind)
+        each = torch.where(own, values.unsqueeze(dim - 1), lowest)
+        rating = torch.where(own & (each == torch.amax(each, dim, True)), -at, -size)
+        if x.dtype.is_floating_point:
+            rating = torch.where(each != each, 1 + at, rating)  # asks for NaN
+        is_it = rating == torch.amax(rating, dim, True)
+        place = places.unsqueeze(dim - 1) if places.dim() else places
+        places = torch.sum(torch.where(is_it, at * ahead + place, 0), dim)
+        values, ahead = torch.amax(each, dim), ahead * size
+    return values, places
 
 
 def adaptive_avg_pool(rank: int, x: torch.Tensor, output_size: Sequence[int]) -> Any:

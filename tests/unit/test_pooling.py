@@ -184,25 +184,34 @@ def test_adaptive_pooling_and_its_gradients(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("rank", [2, 3])
-def test_adaptive_averages_of_any_size(rank: int) -> None:
-    forward, backward = {
-        2: (aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d_backward.default),
-        3: (aten._adaptive_avg_pool3d.default, aten._adaptive_avg_pool3d_backward.default),
+def test_adaptive_pooling_of_any_size(rank: int) -> None:
+    of_max, of_avg, avg_backward = {
+        2: (
+            aten.adaptive_max_pool2d.default,
+            aten._adaptive_avg_pool2d.default,
+            aten._adaptive_avg_pool2d_backward.default,
+        ),
+        3: (
+            aten.adaptive_max_pool3d.default,
+            aten._adaptive_avg_pool3d.default,
+            aten._adaptive_avg_pool3d_backward.default,
+        ),
     }[rank]
 
     def function(x: torch.Tensor) -> Any:
-        averages = forward(x, [3, 7, 2][:rank])
-        return averages, backward(averages.abs(), x)
+        averages = of_avg(x, [3, 7, 2][:rank])
+        return of_max(x, [3, 7, 2][:rank]), averages, avg_backward(averages.abs(), x)
 
     generator = torch.Generator().manual_seed(0)
     x, *others = (
-        torch.randn(2, 3, *sizes[:rank], generator=generator)
+        (torch.randn(2, 3, *sizes[:rank], generator=generator) * 2).round()
         for sizes in ([8, 9, 7], [6, 14, 4], [2, 3, 2], [7, 11, 5])
     )
     graph = make_fx(function, dict(decomposition_table()), "symbolic")(x)
-    assert not {forward, backward} & {node.target for node in graph.graph.nodes}
+    assert not {of_max, of_avg, avg_backward} & {node.target for node in graph.graph.nodes}
     for other in (x, *others):
-        other[0, 0] = float("inf")
+        other[0, 0] = -torch.inf
+        other[0, 1, 1:, 1:] = torch.where(other[0, 1, 1:, 1:] > 0, torch.nan, 1.0)
         assert_equal(graph(other), function(other))
 
 
