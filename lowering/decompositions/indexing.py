@@ -54,6 +54,8 @@ def index_put(
     else:
         pairs = zip(indices, x.shape, strict=False)
         indices = [None if i is None else _counted(i, size) for i, size in pairs]
+        if accumulate and _is_grid(indices):
+            return _added_along_each(x, indices, values)
         if _wants_rows(x, indices, values):
             indices, values = _by_rows(x, indices, values)
     with _OURS:
@@ -187,6 +189,48 @@ def _wants_rows(
     if places[0]:  # whole dimensions first
         return not are_static or len(indices) < x.dim()
     return not are_static and not _is_by_rows(x, given, values)
+
+
+def _is_grid(indices: Sequence[torch.Tensor | None]) -> bool:
+    """Say whether each of several indices is along a dimension of its own of what is put."""
+    places = [d for d, i in enumerate(indices) if i is not None]
+    given = [i for i in indices if i is not None]
+    if len(given) < 2 or places != list(range(places[0], places[-1] + 1)):
+        return False
+    axes = [
+        [
+            axis - i.dim()
+            for axis, size in enumerate(i.shape)
+            if not statically_known_true(size == 1)
+        ]
+        for i in given
+    ]
+    return axes == [[axis] for axis in range(-len(given), 0)]
+
+
+def _added_along_each(
+    x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor
+) -> torch.Tensor:
+    """Add along one of the dimensions that a grid of indices is of, then along the next.
+
+    So rows are added, and not numbers: what flows back through the resizing of images.
+
+    Before: %1 = index_put(%x, [None, %i, %j], %values, True)      with %i of [M, 1], %j of [N]
+    After:  %a = index_put(zeros([B, H, N]), [None, view(%i, [M])], %values, True)
+            %1 = movedim(index_put(movedim(%x, 2, 0), [%j], movedim(%a, 2, 0), True), 0, 2)
+    """
+    first = next(d for d, i in enumerate(indices) if i is not None)
+    given = [i.reshape(-1) for i in indices[first:] if i is not None]
+    counts, rest = [i.shape[0] for i in given], x.shape[first + len(given) :]
+    values = values.expand([*x.shape[:first], *counts, *rest])
+    for k, index in enumerate(given[:-1]):
+        sizes = [*x.shape[: first + k + 1], *counts[k + 1 :], *rest]
+        places = [*[None] * (first + k), index]
+        values = aten.index_put(values.new_zeros(sizes), places, values, True)
+    last = first + len(given) - 1
+    added = aten.index_put(x.movedim(last, 0), given[-1:], values.movedim(last, 0), True)
+    result: torch.Tensor = added.movedim(0, last)
+    return result
 
 
 def _is_by_rows(x: torch.Tensor, indices: Sequence[torch.Tensor], values: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from lowering.decompositions import (
     bags,
@@ -33,6 +34,35 @@ def test_what_a_mask_puts_and_gives_back(data: st.DataObject) -> None:
     actual = scatters.masked_scatter_backward(x, wide, source.shape)
     expected = aten.masked_scatter_backward.default(x, wide, source.shape)
     torch.testing.assert_close(actual, expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_grid_of_indices_adds_along_one_dimension_after_the_other(data: st.DataObject) -> None:
+    rank, first = data.draw(st.integers(2, 3)), data.draw(st.integers(0, 1))
+    shape = [data.draw(SIZES) for _ in range(first + rank + data.draw(st.integers(0, 1)))]
+    counts = [data.draw(st.integers(2, 6)) for _ in range(rank)]
+    index = [
+        torch.randint(-size, size, [count, *(1 for _ in counts[k + 1 :])])
+        for k, (size, count) in enumerate(zip(shape[first:], counts, strict=False))
+    ]
+    sizes = [*shape[:first], *counts, *shape[first + rank :]]
+    values = torch.randint(-9, 10, sizes[data.draw(st.integers(0, len(sizes))) :]).float()
+    x = torch.randint(-9, 10, shape).float()  # whose sums are exact, in any order
+    places = [*[None] * first, *index]
+    expected = aten.index_put.default(x, places, values, True)
+    assert torch.equal(indexing.index_put(x, places, values, True), expected)
+
+
+def test_what_flows_back_through_a_resize_is_put_by_one_index_at_a_time() -> None:
+    rows, columns = torch.tensor([[0], [0], [1]]), torch.tensor([1, 0, 1, 2])
+
+    def back(x: torch.Tensor, gradient: torch.Tensor) -> Any:
+        return indexing.index_put(x, [None, rows, columns], gradient, True)
+
+    graph = make_fx(back)(torch.zeros(2, 2, 3), torch.ones(2, 3, 4)).graph
+    puts = graph.find_nodes(op="call_function", target=aten.index_put.default)
+    assert len(puts) == 2
 
 
 @settings(max_examples=100, deadline=None)
