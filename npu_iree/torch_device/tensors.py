@@ -30,6 +30,8 @@ aten = torch.ops.aten
 _KEYS = torch._C.DispatchKeySet
 _CPU, _META = _KEYS(torch._C.DispatchKey.CPU), _KEYS(torch._C.DispatchKey.Meta)
 Tensor = torch.Tensor
+# What keeps all digits of a number, where it is not what PyTorch takes unasked.
+_WHOLE: dict[type, torch.dtype] = {float: torch.float64, complex: torch.complex128}
 
 
 def _empty(
@@ -80,8 +82,10 @@ def _unset(
     return made
 
 
-def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+def _copy_from(source: Tensor | complex, target: Tensor, non_blocking: bool = False) -> Tensor:
     """Copy between devices, dtypes and layouts; only a copy to the CPU waits."""
+    if not isinstance(source, Tensor):  # PyTorch gives numbers to a device in Python as they are
+        source = torch.tensor(source, dtype=_WHOLE.get(type(source)), device="cpu")
     if not is_on_npu(target):
         return target.copy_(_host_value(source))
     if dense_order(tuple(target.shape), target.stride()) is None:

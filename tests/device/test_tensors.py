@@ -144,6 +144,13 @@ def test_numbers_are_stored_with_all_their_digits() -> None:
         assert torch.full((1,), 16777217.0, dtype=torch.int64, device=device).item() == 16777217
         assert torch.full((1,), 0.1, dtype=torch.float64, device=device).item() == 0.1
         assert (torch.tensor(5, dtype=torch.int8, device=device) + 200).item() == -51
+        for number, dtype, stored in (
+            (0.1, torch.float64, 0.1),
+            (True, torch.float32, 1.0),
+            (300, torch.int8, 44),
+            (0.1j, torch.complex128, 0.1j),
+        ):
+            assert torch.empty(2, dtype=dtype, device=device).copy_(number).tolist() == [stored] * 2
 
 
 def test_the_beginning_of_a_tensor_is_fetched_from_memory_of_its_own() -> None:
