@@ -166,6 +166,31 @@ def _unfit_to_subtract(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     return "on truths" if any(map(_is_truth, args[:2])) else _truth_as_factor(args, kwargs)
 
 
+def _of_no_floats(args: Sequence[Any], _: Mapping[str, Any]) -> str:
+    dtype = torch.result_type(*args[:2])
+    is_fit = dtype.is_floating_point or dtype.is_complex
+    return "" if is_fit else f"on numbers of {dtype_name(dtype)}"
+
+
+def _of_truths(args: Sequence[Any], _: Mapping[str, Any]) -> str:
+    return "on truths" if all(map(_is_truth, args[:2])) else ""
+
+
+def _unfit_to_divide(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    return _of_truths(args, kwargs) if kwargs.get("rounding_mode") else ""
+
+
+def _truths_as_exponents(args: Sequence[Any], _: Mapping[str, Any]) -> str:
+    x, exponent = args
+    return "with truths as exponents" if x.is_floating_point() and _is_truth(exponent) else ""
+
+
+def _unfit_for_vectors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Look at a product of a matrix and a vector, which come last: of no truths there is one."""
+    is_empty = bool(_no_elements(args[-2:], kwargs))
+    return _of_several_dtypes(args, kwargs) or ("" if is_empty else _of_truths(args, kwargs))
+
+
 def _is_truth(value: Any) -> bool:
     return type(value) is bool or (isinstance(value, torch.Tensor) and value.dtype is torch.bool)
 
@@ -183,20 +208,29 @@ _REFUSED: dict[Any, _Rule] = {
     aten.add.Scalar: _truth_as_factor,
     aten.add.Tensor: _truth_as_factor,
     aten.addmm.default: _of_several_dtypes,
+    aten.addmv.default: _unfit_for_vectors,
     aten.binary_cross_entropy.default: _of_two_dtypes,
     aten.bucketize.Tensor: _no_vector_of_boundaries,
+    aten.div.Scalar_mode: _unfit_to_divide,
+    aten.div.Tensor_mode: _unfit_to_divide,
+    aten.dot.default: _of_truths,
     aten.grid_sampler_2d.default: _unfit_to_sample,
+    aten.heaviside.default: _of_two_dtypes,
+    aten.hypot.default: _of_no_floats,
     aten.index_add.default: _unfit_to_add(*_PLACES),
     aten.index_copy.default: _unfit_to_add(torch.int64),
     aten.index_fill.int_Scalar: _index_of(torch.int64, at=2),
     aten.index_fill.int_Tensor: _index_of(torch.int64, at=2),
     aten.index_put.default: _unfit_to_put,
     aten.index_select.default: _index_of(*_PLACES, at=2),
+    aten.ldexp.Tensor: _truths_as_exponents,
+    aten.logaddexp.default: _of_no_floats,
+    aten.logaddexp2.default: _of_no_floats,
     aten.masked_scatter.default: _no_mask,
     aten.max.default: _no_elements,
     aten.min.default: _no_elements,
     aten.mm.default: _of_several_dtypes,
-    aten.mv.default: _of_several_dtypes,
+    aten.mv.default: _unfit_for_vectors,
     aten.nll_loss2d_forward.default: _index_of(torch.int64, at=1),
     aten.nll_loss_forward.default: _index_of(torch.int64, torch.uint8, at=1),
     aten.rsub.Scalar: _unfit_to_subtract,
@@ -206,4 +240,5 @@ _REFUSED: dict[Any, _Rule] = {
     aten.sort.stable: _no_such_dimension,
     aten.sub.Scalar: _unfit_to_subtract,
     aten.sub.Tensor: _unfit_to_subtract,
+    aten.vdot.default: _of_truths,
 }

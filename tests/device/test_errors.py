@@ -176,6 +176,10 @@ _UNFIT: list[Callable[[str], object]] = [
     lambda where: _X.to(where).sort(5),
     lambda where: torch.ones(2).long().to(where) - True,
     lambda where: torch.ones(2).long().to(where).add_(1, alpha=True),
+    lambda where: torch.hypot(*torch.ones(2, 2).long().to(where)),
+    lambda where: torch.ones(2).to(where).heaviside(torch.ones(2).long().to(where)),
+    lambda where: torch.dot(*torch.ones(2, 2, dtype=torch.bool).to(where)),
+    lambda where: _X.to(where).ldexp((_X > 0).to(where)),
 ]
 # Their shapes and dtypes tell nothing to PyTorch's fake kernels: the host must be allowed to ask.
 _UNFIT_FOR_THE_CPU: list[Callable[[str], object]] = [

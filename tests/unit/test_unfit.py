@@ -45,6 +45,7 @@ _PRODUCTS: dict[Any, tuple[tuple[int, ...], ...]] = {
     aten.mm.default: ((2, 2), (2, 2)),
     aten.mv.default: ((2, 2), (2,)),
     aten.addmm.default: ((2,), (2, 2), (2, 2)),
+    aten.addmv.default: ((2,), (2, 2), (2,)),
     aten.binary_cross_entropy.default: ((2,), (2,)),
     aten.grid_sampler_2d.default: ((1, 1, 2, 2), (1, 2, 2, 2)),
 }
@@ -127,6 +128,43 @@ def test_truths_are_not_subtracted_and_multiply_truths_alone(op: Any) -> None:
         assert bool(_why_refused(overload, x, y)) == _is_refused(overload, x, y), (x, y)
         wrong = what_is_wrong(overload, (x, y), {"alpha": True})
         assert bool(wrong) == _is_refused(overload, x, y, alpha=True), (x, y)
+
+
+_OF_PAIRS: list[tuple[Any, dict[str, Any]]] = [
+    (aten.heaviside.default, {}),
+    (aten.hypot.default, {}),
+    (aten.ldexp.Tensor, {}),
+    (aten.logaddexp.default, {}),
+    (aten.logaddexp2.default, {}),
+    *((aten.div.Tensor_mode, {"rounding_mode": mode}) for mode in (None, "trunc", "floor")),
+]
+
+
+@pytest.mark.parametrize(("op", "options"), _OF_PAIRS, ids=str)
+def test_pairs_of_dtypes_that_an_op_has_no_kernel_for(op: Any, options: dict[str, Any]) -> None:
+    sides = [torch.ones(2, dtype=dtype) for dtype in (torch.bool, *_DTYPES)]
+    sides += [sides[0][0], sides[1].half()]
+    for call in itertools.product(sides, repeat=2):
+        assert bool(what_is_wrong(op, call, options)) == _is_refused(op, *call, **options), call
+
+
+def test_truths_are_divided_by_no_truth() -> None:
+    for y, mode in itertools.product((True, 2, 0.5), ("trunc", "floor", None)):
+        call = (aten.div.Scalar_mode, _X > 0, y)
+        wrong = what_is_wrong(call[0], call[1:], {"rounding_mode": mode})
+        assert bool(wrong) == _is_refused(*call, rounding_mode=mode), (y, mode)
+
+
+def test_products_of_truths() -> None:
+    for dtype, size in itertools.product((torch.bool, *_DTYPES), (0, 2)):
+        x = torch.ones(3, size, dtype=dtype)
+        for call in (
+            (aten.dot.default, x[0], x[0]),
+            (aten.vdot.default, x[0], x[0]),
+            (aten.mv.default, x, x[0]),
+            (aten.addmv.default, x.new_ones(3), x, x[0]),
+        ):
+            assert bool(_why_refused(*call)) == _is_refused(*call), call
 
 
 def test_a_beta_below_zero() -> None:
