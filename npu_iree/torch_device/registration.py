@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,18 @@ from npu_iree.versions import check_versions
 _UNNAMED = "privateuseone"
 _KEY = "PrivateUse1"
 _PARTS: list[torch.library.Library] = []  # registrations last as long as these
+
+_NO_SPARSE = (
+    "the device has no sparse tensors; keep them on the CPU, or use dense ones (of nn.Embedding, "
+    "sparse=False)"
+)
+# Kinds of tensors of which the device has none: what their ops say.
+_NOT_HELD = {
+    "NestedTensor": "the device has no strided nested tensors; take layout=torch.jagged",
+    "Quantized": "npu has no quantized tensors; leave it on the CPU, or call dequantize() first",
+    "Sparse": _NO_SPARSE,
+    "SparseCsr": _NO_SPARSE,
+}
 
 
 def register_device(target: Target | str = "npu-local") -> torch.device:
@@ -91,7 +104,7 @@ def _register_ops() -> None:
         return found[op](*args, **kwargs)
 
     others.fallback(fallback, _KEY)
-    others.fallback(_refuse_sparse, f"Sparse{_KEY}")
+    _refuse_kinds(aten, others)
     for lazy in ("Conjugate", "Negative"):  # else PyTorch resolves them by a copy, and so for ever
         aten.impl("_copy_from", torch.library.fallthrough_kernel, lazy)
     for name, function in DIFFERENTIABLE.items():
@@ -104,11 +117,20 @@ def _register_ops() -> None:
     _PARTS.extend((aten, others, cpu, *register_autocast()))
 
 
-def _refuse_sparse(op: Any, *args: Any, **kwargs: Any) -> Any:
-    raise NotImplementedError(
-        f"{op}: the device has no sparse tensors; keep them on the CPU, or use dense ones (of "
-        "nn.Embedding, sparse=False)"
-    )
+def _refuse_kinds(aten: Any, others: Any) -> None:
+    """Let tensors of which the device has none say so, and making compressed sparse ones.
+
+    Of the latter PyTorch has a kernel for all devices, which comes before a fallback.
+    """
+    for kind, why in _NOT_HELD.items():
+        others.fallback(partial(_refuse, why), f"{kind}{_KEY}")
+    name = "_sparse_compressed_tensor_unsafe"
+    op = getattr(torch.ops.aten, name).default
+    aten.impl(name, partial(_refuse, _NO_SPARSE, op), f"SparseCsr{_KEY}")
+
+
+def _refuse(why: str, op: Any, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(f"{op}: {why}")
 
 
 def _overloads() -> Iterator[tuple[str, torch._ops.OpOverload]]:

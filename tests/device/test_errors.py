@@ -390,3 +390,14 @@ def test_padded_batches_have_no_nested_form_on_the_device() -> None:
 def test_quantized_tensors_are_refused_in_words() -> None:
     with pytest.raises(NotImplementedError, match="npu has no quantized tensors"):
         torch.quantize_per_tensor(torch.ones(4, device=NPU), 0.1, 0, torch.quint8)
+    with pytest.raises(NotImplementedError, match="npu has no quantized tensors"):
+        torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8).to(NPU)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_nested_tensors_that_are_not_jagged_are_refused_in_words() -> None:
+    parts = [torch.ones(2), torch.ones(3)]
+    with pytest.raises(NotImplementedError, match=r"take layout=torch\.jagged"):
+        torch.nested.nested_tensor(parts).to(NPU)
+    jagged = torch.nested.nested_tensor(parts, layout=torch.jagged).to(NPU)
+    assert [part.tolist() for part in jagged.unbind()] == [[1] * 2, [1] * 3]

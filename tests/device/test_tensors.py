@@ -450,11 +450,14 @@ def test_storages_are_filled_and_saved_in_the_old_format() -> None:
     assert (a.tolist(), loaded.tolist()) == ([0] * 3, [1] * 3)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse .*:UserWarning")
 def test_sparse_tensors_are_refused_in_words() -> None:
     net = torch.nn.Embedding(3, 2, sparse=True).to(NPU)
     for make in (
         lambda: net(torch.tensor([1], device=NPU)).sum().backward(),
         lambda: torch.eye(2).to_sparse().to(NPU),
+        lambda: torch.eye(2).to_sparse_csr().to(NPU),
+        lambda: torch.sparse_csc_tensor([0, 1], [0], [1.0], device=NPU),
     ):
         with pytest.raises(NotImplementedError, match="the device has no sparse tensors"):
             make()
