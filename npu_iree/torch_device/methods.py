@@ -7,6 +7,7 @@ that of a tensor.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +63,23 @@ def register_methods() -> None:
         exports.to_dlpack = core._to_dlpack
     for name, function in _ACCELERATOR.items():
         setattr(torch.accelerator, name, function)
+    parallel: Any = sys.modules[torch.nn.DataParallel.__module__]
+    parallel._get_available_device_type = _found_elsewhere(parallel._get_available_device_type)
     torch._tensor_str._tensor_str = _print_on_cpu(torch._tensor_str._tensor_str)
+
+
+def _found_elsewhere(find: Callable[[], str | None]) -> Callable[[], str | None]:
+    """Let `nn.DataParallel` leave a module where it is: there is one device, and nothing to split.
+
+    PyTorch would move the module, and scatter what it is given by C++ that only CUDA has.
+    """
+
+    @functools.wraps(find)
+    def found() -> str | None:
+        kind = find()
+        return None if kind == NAME else kind
+
+    return found
 
 
 def _make_instead(make: Callable[..., Any]) -> Callable[..., Any]:

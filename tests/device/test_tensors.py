@@ -367,6 +367,14 @@ def test_the_accelerator_of_this_process_is_npu() -> None:
         torch.accelerator.set_device_index(1)
 
 
+@pytest.mark.parametrize("where", ["cpu", NPU])
+def test_a_module_in_data_parallel_runs_where_it_is(where: str) -> None:
+    x = torch.ones(2, 3, device=where)
+    parallel = torch.nn.DataParallel(torch.nn.Linear(3, 2).to(where))
+    assert {p.device for p in parallel.parameters()} == {x.device}
+    assert torch.equal(parallel(x), parallel.module(x))
+
+
 def test_lazy_conjugates_and_negatives_are_what_they_say() -> None:
     z = torch.randn(3, dtype=torch.complex64)
     a = z.to(NPU)
