@@ -181,21 +181,29 @@ def _size(x: torch.Tensor, dim: int) -> int:
 def _wants_rows(
     x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor
 ) -> bool:
-    places = [d for d, i in enumerate(indices) if i is not None]
-    if places != list(range(places[0], places[-1] + 1)):
-        return False  # indices that are not side by side put their dimensions first
+    if not _are_side_by_side(indices):
+        return False  # such put their dimensions first
     given = [i for i in indices if i is not None]
     are_static = is_static(x, values, *given)
-    if places[0]:  # whole dimensions first
+    if _first_place(indices):  # whole dimensions first
         return not are_static or len(indices) < x.dim()
     return not are_static and not _is_by_rows(x, given, values)
 
 
+def _are_side_by_side(indices: Sequence[torch.Tensor | None]) -> bool:
+    places = [d for d, i in enumerate(indices) if i is not None]
+    return places == list(range(places[0], places[-1] + 1))
+
+
+def _first_place(indices: Sequence[torch.Tensor | None]) -> int:
+    """Count the whole dimensions before the first index."""
+    return next(d for d, i in enumerate(indices) if i is not None)
+
+
 def _is_grid(indices: Sequence[torch.Tensor | None]) -> bool:
     """Say whether each of several indices is along a dimension of its own of what is put."""
-    places = [d for d, i in enumerate(indices) if i is not None]
     given = [i for i in indices if i is not None]
-    if len(given) < 2 or places != list(range(places[0], places[-1] + 1)):
+    if len(given) < 2 or not _are_side_by_side(indices):
         return False
     axes = [
         [
@@ -219,7 +227,7 @@ def _added_along_each(
     After:  %a = index_put(zeros([B, H, N]), [None, view(%i, [M])], %values, True)
             %1 = movedim(index_put(movedim(%x, 2, 0), [%j], movedim(%a, 2, 0), True), 0, 2)
     """
-    first = next(d for d, i in enumerate(indices) if i is not None)
+    first = _first_place(indices)
     given = [i.reshape(-1) for i in indices[first:] if i is not None]
     counts, rest = [i.shape[0] for i in given], x.shape[first + len(given) :]
     values = values.expand([*x.shape[:first], *counts, *rest])
@@ -246,7 +254,7 @@ def _by_rows(
     x: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Give each row that is written an index of its own; returns the indices, and the rows."""
-    count = next(d for d, i in enumerate(indices) if i is not None)  # of whole dimensions
+    count = _first_place(indices)
     given = _broadcast([i for i in indices if i is not None])
     sizes, rest = [*x.shape[:count], *given[0].shape], x.shape[count + len(given) :]
     rows = _numbers(x, count, len(sizes))

@@ -39,14 +39,10 @@ def convolution(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
+    window: Window,
     groups: int,
 ) -> Any:
-    """Rewrite `aten.convolution` along one dimension, of some images, or of each channel by itself.
+    """Rewrite a convolution along one dimension, of some images, or of each channel by itself.
 
     Before: %y = convolution(%x, %w, %b, ...)          with %x of [N, C, L], %w of [F, C, K]
     After:  %p = permute(%x, [0, 2, 1]); %v = view(permute(%w, [0, 2, 1]), [F, K * C])
@@ -63,14 +59,11 @@ def convolution(
         x: `[N, C, L]` or `[N, C, H, W]`, of floats; of at most 32 bits, if it is images.
         weight: `[F, C / groups, ...]`.
         bias: `[F]` or None.
-        stride, padding, dilation: of the window.
-        transposed: left as it is.
-        output_padding: of transposed ones.
+        window: of the convolution.
         groups: 1, or C and F.
     """
-    if transposed or not is_static(weight):
+    if not is_static(weight):
         return NotImplemented
-    window = Window.of(x.dim() - 2, weight.shape[2:], stride, padding, dilation)
     can_write = is_small(x, weight)
     last = x.permute(to_last(x.dim()))
     y: Any = NotImplemented
@@ -104,10 +97,8 @@ def is_images(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def _product(x: torch.Tensor, weight: torch.Tensor, window: Window) -> Any:
     """Multiply what the windows see, `[N, ..., K * C]`; not where that gains nothing."""
     count, *sizes, channels = x.shape
-    kernel, stride, padding, dilation = window
-    places = math.prod(kernel)
-    are_apart = [*stride] == [*kernel] and not any(padding) and {*dilation} == {1}
-    if len(sizes) == 2 and places > 1 and are_apart:
+    stride, places = window.stride, math.prod(window.kernel)
+    if len(sizes) == 2 and places > 1 and window.are_side_by_side:
         (rows, columns), (height, width) = (
             (n // s for n, s in zip(sizes, stride, strict=True)),
             stride,

@@ -18,7 +18,6 @@ from lowering.decompositions.halves import widened
 from lowering.rewrites.gradients_of_input import (
     convolved,
     gradient_of_input,
-    is_of_whole_strides,
     padded,
     row_of,
 )
@@ -61,8 +60,8 @@ def of_any_size(
         return NotImplemented
     is_little = math.prod(window.kernel) <= MOST_PLACES_OF_GRADIENT
     of_x = of_weight = of_bias = None
-    is_tiled = is_of_whole_strides(window, groups) and [*window.stride] == [*window.kernel]
-    if output_mask[1] and is_tiled and not transposed and not any(window.padding):
+    are_tiles = window.are_side_by_side and math.prod(window.kernel) > 1
+    if output_mask[1] and are_tiles and groups == 1 and not transposed:
         of_weight = _gradient_of_weight_of_tiles(gradient, x, weight).to(kinds[1])
     elif output_mask[1] and not is_little:
         places = (*window[1:], transposed, output_padding, groups)
@@ -77,8 +76,7 @@ def of_any_size(
         for dim in range(2, x.dim()):
             of_x = part_of(of_x, dim, 0, x.shape[dim])
     elif output_mask[0]:
-        of_x = gradient_of_input(gradient, x.shape[2:], weight, window, groups)
-        of_x = of_x.to(kinds[0])
+        of_x = gradient_of_input(gradient, x.shape[2:], weight, window, groups).to(kinds[0])
     if output_mask[2]:
         of_bias = gradient.sum([0, *range(2, x.dim())]).to(kinds[1])
     return of_x, of_weight, of_bias

@@ -10,6 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -82,10 +83,11 @@ def is_of_whole_strides(window: Window, groups: int) -> bool:
 
 def convolved(x: torch.Tensor, weight: torch.Tensor, window: Window, groups: int) -> torch.Tensor:
     """Convolve in the best form that there is."""
-    args = (x, weight, None, *window[1:], False, [0] * (x.dim() - 2), groups)
-    y = convolution(*args)
-    found: torch.Tensor = aten.convolution.default(*args) if y is NotImplemented else y
-    return found
+    found: Any = convolution(x, weight, None, window, groups)
+    if found is NotImplemented:
+        places = (*window[1:], False, [0] * (x.dim() - 2), groups)
+        found = aten.convolution.default(x, weight, None, *places)
+    return found  # type: ignore[no-any-return]
 
 
 def padded(x: torch.Tensor, amounts: Sequence[int]) -> torch.Tensor:

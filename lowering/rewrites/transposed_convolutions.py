@@ -41,11 +41,10 @@ def of_either_kind(
         stride, padding, dilation, output_padding, groups: as for `aten.convolution`.
         transposed: whether it is one.
     """
-    if not transposed:
-        places = stride, padding, dilation, transposed, output_padding, groups
-        return convolution(x, weight, bias, *places)
-    output_padding = of_each(output_padding, x.dim() - 2)
     window = Window.of(x.dim() - 2, weight.shape[2:], stride, padding, dilation)
+    if not transposed:
+        return convolution(x, weight, bias, window, groups)
+    output_padding = of_each(output_padding, x.dim() - 2)
     is_taken = x.dtype.is_floating_point and is_static(weight) and not are_empty(x, weight)
     is_seen = all(map(operator.lt, output_padding, window.stride))  # what is added at the end
     if not is_taken or not is_seen or not is_without_zeros(window, groups):

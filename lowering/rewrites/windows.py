@@ -28,6 +28,12 @@ class Window(NamedTuple):
         """Read the arguments of an op, where one number may stand for `rank` of them."""
         return cls(*(of_each(size, rank) for size in sizes))
 
+    @property
+    def are_side_by_side(self) -> bool:
+        """Whether windows touch, and see each element once: those of patch embeddings."""
+        is_near = not any(self.padding) and {*self.dilation} == {1}
+        return is_near and [*self.stride] == [*self.kernel]
+
 
 def to_last(rank: int) -> list[int]:
     """Return the order of dimensions that puts channels, PyTorch's dimension 1, last."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lowering.stages.ir.symbols import constant_of, maker_of
+from lowering.stages.ir.symbols import constant_of, maker_of, ops_of
 from lowering.stages.ir.types import is_tensor
 
 # Ops whose result is the numbers of their first operand, in the same order.
@@ -61,6 +61,11 @@ def is_elementwise(op: Any) -> bool:
     if op.operation.name != "linalg.generic":
         return False
     return all("parallel" in str(kind) for kind in op.attributes["iterator_types"])
+
+
+def is_arithmetic(op: Any) -> bool:
+    """Say whether what an op computes of its numbers depends on nothing else, such as places."""
+    return all(inner.name.startswith(("arith.", "linalg.yield")) for inner in ops_of(op))
 
 
 def broadcast_inputs(op: Any) -> list[int]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from lowering.stages.ir.structured import (
     inputs_of,
+    is_arithmetic,
     is_elementwise,
     loops_of,
     maps_of,
@@ -13,8 +14,6 @@ from lowering.stages.ir.structured import (
 )
 from lowering.stages.ir.symbols import maker_of, ops_of
 from lowering.stages.ir.templates import copied
-
-_BY_ITSELF = ("arith.", "linalg.yield")  # what only depends on its operands
 
 
 def index_inside(function: Any) -> None:
@@ -57,7 +56,7 @@ def _is_of_one(value: Any) -> bool:
         is_elementwise(op)
         and [v.type for v in inputs_of(op)] == [value.type]
         and len(maps) == 1
-        and all(inner.name.startswith(_BY_ITSELF) for inner in ops_of(op))
+        and is_arithmetic(op)
         and not any(True for _ in body.arguments[1].uses)  # what the result starts from
     )
 

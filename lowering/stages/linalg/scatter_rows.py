@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from lowering.stages.ir.structured import (
     inputs_of,
+    is_arithmetic,
     is_elementwise,
     loop_of_index,
     loops_of,
@@ -190,7 +191,7 @@ def _alike(value: Any) -> set[int]:
         return set(range(len(sizes_of(value.type))))
     if maker_of(value) != _GENERIC or not is_elementwise(op) or len(op.results) != 1:
         return set()
-    if not all(inner.name.startswith(("arith.", "linalg.yield")) for inner in ops_of(op)):
+    if not is_arithmetic(op):
         return set()
     maps = maps_of(op)
     loops: set[int | None] = set(range(maps[-1].n_dims))
