@@ -122,3 +122,15 @@ def test_integers_and_numbers_with_a_fraction(counts: Counter[str]) -> None:
     x = torch.tensor([2, 3, 16777216, 16777217, 16777218])
     assert_same(torch.compile(function, backend="npu_iree")(x), function(x))
     assert counts["host_ops"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_of_a_copy_of_itself_where_there_is_no_number(dtype: torch.dtype) -> None:
+    def function(x: torch.Tensor) -> list[torch.Tensor]:
+        copies = x.clone(), x.detach(), x[:], x.to(dtype, copy=True), x.expand(2, 2), +x
+        equal = [x == copy for copy in copies]
+        return [*equal, torch.isclose(x, x.clone()), torch.where(x.clone() == x, x, 0)]
+
+    x = torch.tensor([[1, NAN], [INF, -0.0]], dtype=dtype)
+    compiled_function = torch.compile(function, backend="npu_iree")
+    assert_same(compiled_function(x), function(x))

@@ -212,3 +212,22 @@ def test_what_is_rounded_on_purpose_stays_rounded(
     compiled = torch.compile(function, backend="npu_iree", options={"fallback": "error"})
     for actual, expected in zip(compiled(x), function(x), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7, equal_nan=True)
+
+
+@pytest.mark.parametrize("wide", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_what_is_computed_with_halves_is_computed_of_their_digits(wide: torch.dtype) -> None:
+    """Each of them by itself: where the halves are results, too, they are rounded anyway."""
+
+    def halves(function: Any) -> Any:
+        return lambda x, y: function(x.to(torch.bfloat16), y.to(torch.bfloat16))
+
+    functions = [
+        *(torch.add, torch.mul, torch.lt, lambda a, _: a.exp(), lambda a, _: a.relu() * 3),
+        lambda a, b: torch.where(a > 0, a, b) + 1,
+        lambda a, _: a == a.double().to(torch.bfloat16),
+        lambda a, _: (a * 64).to(torch.int32),
+    ]
+    x, y = torch.randn(2, 20, 50, dtype=torch.float64).to(wide)
+    for function in map(halves, functions):
+        compiled = torch.compile(function, backend="npu_iree", options={"fallback": "error"})
+        torch.testing.assert_close(compiled(x, y), function(x, y), rtol=0, atol=0)
