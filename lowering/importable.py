@@ -56,7 +56,8 @@ def make_importable(graph: fx.Graph) -> None:
     device find out, number by number, whether they are 1. Sizes taken for tensors become tensors,
     and several indices one: torch-mlir reads by no two that may have to be broadcast. One window is
     read by itself. Remainders of sizes, floats that are counted up to a size, and sorts are made of
-    what it takes; numbers beside floats are floats, and so are truths among complex numbers.
+    what it takes; numbers beside floats are floats, and so are truths among complex numbers. Floats
+    are equal if they do not differ.
 
     Before: %1 = aten.view(%0, [s0*s1, 8, 8])                      with %0 of [s0, s1, 64]
             %2 = aten.sub.Tensor(%s0, %1)
@@ -189,6 +190,14 @@ def _compute_with_floats(_: _Writer, node: fx.Node) -> None:
 
 def _as_float(value: Any) -> Any:
     return float(value) if type(value) is int else value
+
+
+def _negate_difference(writer: _Writer, equality: fx.Node) -> None:
+    """Ask whether floats differ: torch-mlir drops copies and folds `x == x` to true, with NaN."""
+    x, y = equality.args
+    if _value(x).is_floating_point():
+        differ = writer.call(aten.ne.Tensor, x, y, value=_value(equality))
+        equality.target, equality.args = aten.logical_not.default, (differ,)
 
 
 def _make_dense(_: _Writer, node: fx.Node) -> None:
@@ -335,6 +344,7 @@ def _divided(writer: _Writer, number: Any, divisor: Any) -> Any:
 
 _RULES: Mapping[Any, Callable[[_Writer, fx.Node], None]] = {
     aten.arange.start_step: _count_in_integers,
+    aten.eq.Tensor: _negate_difference,
     aten.expand.default: _drop_if_nothing_is_repeated,
     aten.index.Tensor: _read,
     aten.index_put.default: _widen_indices,

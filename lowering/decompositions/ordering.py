@@ -89,18 +89,8 @@ def compare(by_tensor: Any, x: torch.Tensor, number: Any) -> Any:
 
 
 def compare_tensors(op: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-    """Decompose a comparison of two dtypes into one of the dtype that eager compares in.
-
-    And equality, where there may be a NaN: torch-mlir drops copies, and folds `x == x` to true.
-
-    Before: %1 = aten.eq.Tensor(%0, aten.clone(%0))                           with %0 of floats
-    After:  %1 = aten.logical_not(aten.ne.Tensor(%0, aten.clone(%0)))
-    """
-    if x.dtype is not y.dtype:
-        return op(*promoted(x, y))
-    if op is torch.eq and x.is_floating_point():
-        return torch.logical_not(x != y)
-    return NotImplemented
+    """Decompose a comparison of two dtypes into one of the dtype that eager compares in."""
+    return NotImplemented if x.dtype is y.dtype else op(*promoted(x, y))
 
 
 def argmax(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> Any:
