@@ -28,7 +28,7 @@ from lowering.stages.linalg.keep_arguments import keep_arguments
 from lowering.stages.linalg.keep_off_stack import keep_off_stack
 from lowering.stages.linalg.keep_signs import keep_signs
 from lowering.stages.linalg.mark_convolutions import mark_convolutions
-from lowering.stages.linalg.multiply_halves import multiply_halves
+from lowering.stages.linalg.multiply_halves import keep_widened, multiply_halves
 from lowering.stages.linalg.put_channels_last import put_channels_last
 from lowering.stages.linalg.read_chosen import read_chosen
 from lowering.stages.linalg.read_in_panels import read_in_panels
@@ -157,11 +157,13 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                     separate_merges(function)
                     widen_masks(function)
                     hide_products(function)
-                multiply_halves(function)
+                multiply_halves(function, session.features if options.is_for_cpu else None)
                 read_chosen(function, features)
                 if options.is_for_cpu:
                     mark_few_rows(function)
                 read_in_panels(function, features)
+                if options.is_for_cpu:
+                    keep_widened(function)
 
 
 def _operands(module: Any) -> list[tuple[int, int]]:

@@ -371,6 +371,30 @@ def test_integers_become_bfloat16_with_vectors_of_any_width(cpu: str) -> None:
     assert compile_program(Program.of(region), target_for(cpu)).vmfb
 
 
+@pytest.mark.parametrize(
+    ("cpu", "dtype", "count_of_halves"),
+    [
+        ("haswell", torch.bfloat16, 0),
+        ("haswell", torch.float16, 0),
+        ("skylake-avx512", torch.bfloat16, 0),
+        ("znver4", torch.bfloat16, 4),
+        ("sapphirerapids", torch.float16, 4),
+    ],
+)
+def test_a_cpu_multiplies_halves_only_if_it_can(
+    cpu: str, dtype: torch.dtype, count_of_halves: int
+) -> None:
+    """IREE would do so number by number elsewhere, of products with one half, too."""
+
+    def products(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> Any:
+        a, b, c = x.to(dtype), w.to(dtype), y.to(dtype)
+        return a @ b, torch.mm(a[:1], b), torch.bmm(c, c.mT), x @ b.float(), c[0, :, :16] @ a[:16]
+
+    text = lowered_for(cpu, products, torch.ones(33, 50), torch.ones(50, 70), torch.ones(3, 16, 24))
+    halves = {torch.bfloat16: "bf16", torch.float16: "f16"}[dtype]
+    assert count(rf"matmul [^\n]*ins\([^)]*x{halves}[,>]", text) == count_of_halves
+
+
 def test_code_for_this_cpu_needs_nothing_that_it_lacks() -> None:
     with IreeSession(CompileOptions(flags=NPU_LOCAL.compile.flag_sets[0])) as session:
         assert missing_features(session.features) == []

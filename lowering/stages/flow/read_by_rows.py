@@ -10,11 +10,12 @@ from typing import Any
 from lowering.cpu import best_for
 from lowering.stages.ir.barrier import put_barriers
 from lowering.stages.ir.factors import (
+    HALVES,
     TO_FLOAT,
     as_float,
-    bytes_of,
     is_plain,
     is_weight,
+    narrow_factor,
     shapes_of,
     transposed,
 )
@@ -302,19 +303,21 @@ def _product_of(op: Any) -> tuple[_Product, list[Any]] | None:
     name = op.operation.name
     if name not in _LOOPS or (shapes := shapes_of(op)) is None:
         return None
-    if name == "linalg.matvec":
-        w, x, start = op.operands
-        if (narrow := bytes_of(w)) is not None:
-            w = narrow
-        dtype = str(w.type.element_type)
-        return _Product.of(_LOOPS[name], shapes, dtype), [w, x, start]
     x, w, start = op.operands
+    if name == "linalg.matvec":
+        w, x = x, w
+    if (narrow := narrow_factor(w)) is not None:
+        w = narrow
+    dtype = str(w.type.element_type)
+    if name == "linalg.matvec":
+        return _Product.of(_LOOPS[name], shapes, dtype), [w, x, start]
     rank = len(shapes[0])
     source = transposed(w, rank)
     is_bound = is_weight(w) or (rank == 2 and source is not None and is_weight(source))
-    if is_bound or not is_plain(op.operation, rank):
+    is_read_once = dtype in HALVES and shapes[0][-2] == 1  # a weight, but packed it is no nearer
+    if (is_bound and not is_read_once) or not is_plain(op.operation, rank):
         return None
-    product = _Product.of(_LOOPS[name], (shapes[1], shapes[0], shapes[2]), "f32")
+    product = _Product.of(_LOOPS[name], (shapes[1], shapes[0], shapes[2]), dtype)
     if source is None:
         return product, [w, x, start]
     swapped = product.w[:-2] + product.w[:-3:-1]
@@ -324,7 +327,7 @@ def _product_of(op: Any) -> tuple[_Product, list[Any]] | None:
 def _marked(op: Any) -> _Product | None:
     """Return what an op computes if it was marked, and IREE has fused nothing into it."""
     maps = maps_of(op)
-    if len(maps) != 3 or not _adds_products(op) or (shapes := shapes_of(op, bytes_at=0)) is None:
+    if len(maps) != 3 or not _adds_products(op) or (shapes := shapes_of(op, narrow_at=0)) is None:
         return None
     outer = maps[2].n_dims - 1
     letters = [*"abcdefgh"[:outer], "k"]  # the loops of the result, then the sum's
@@ -342,7 +345,7 @@ def _adds_products(op: Any) -> bool:
     body = [inner.operation for inner in block.operations]
     computed = [inner for inner in body if inner.name != "arith.constant"]
     x, y, before = block.arguments
-    if computed[0].name == TO_FLOAT and computed[0].operands[0] == x:
+    if computed[0].name in TO_FLOAT.values() and computed[0].operands[0] == x:
         x = computed.pop(0).results[0]
     if [inner.name for inner in computed] != ["math.fma", "arith.addf", "linalg.yield"]:
         return False

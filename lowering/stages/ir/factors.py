@@ -8,22 +8,23 @@ from typing import Any
 from lowering.stages.ir.structured import RESHAPES, is_elementwise, maps_of
 from lowering.stages.ir.symbols import maker_of, ops_of, origin_of
 
-TO_FLOAT = "arith.sitofp"
-_WIDENS = frozenset({"arith.extf", "arith.extsi", TO_FLOAT})
-BYTE = "i8"
+HALVES = ("bf16", "f16")
+# What makes a float32 of a number of fewer bits, such as a quantized weight is of.
+TO_FLOAT = {"i8": "arith.sitofp"} | dict.fromkeys(HALVES, "arith.extf")
+_WIDENS = frozenset({"arith.extsi", *TO_FLOAT.values()})
 
 
-def shapes_of(op: Any, *, bytes_at: int | None = None) -> list[list[int]] | None:
+def shapes_of(op: Any, *, narrow_at: int | None = None) -> list[list[int]] | None:
     """Return the shapes of an op's operands; None if one has dynamic sizes, or another dtype.
 
     Args:
         op: a product.
-        bytes_at: the place of an operand that may be of signed bytes, and not of float32.
+        narrow_at: the place of an operand that may be of fewer bits, and not of float32.
     """
     from iree.compiler import ir
 
     kinds = [ir.RankedTensorType(operand.type) for operand in op.operands]
-    taken = [("f32", BYTE) if i == bytes_at else ("f32",) for i, _ in enumerate(kinds)]
+    taken = [("f32", *TO_FLOAT) if i == narrow_at else ("f32",) for i, _ in enumerate(kinds)]
     is_known = all(
         str(k.element_type) in dtypes and k.has_static_shape
         for k, dtypes in zip(kinds, taken, strict=True)
@@ -63,15 +64,16 @@ def narrow_of(value: Any) -> Any:
     return op.operands[0] if is_cast and all(m == maps[-1] for m in maps) else None
 
 
-def bytes_of(value: Any) -> Any:
-    """Return the signed bytes that a value has as floats, such as a quantized weight; or None."""
+def narrow_factor(value: Any) -> Any:
+    """Return what a factor has all the numbers of as floats, in a dtype of `TO_FLOAT`; or None."""
     source = narrow_of(value)
-    return source if source is not None and str(source.type.element_type) == BYTE else None
+    return source if source is not None and str(source.type.element_type) in TO_FLOAT else None
 
 
 def as_float(name: str, dtype: str) -> tuple[str, str]:
     """Write what makes a float32 of a value, `%name`, of a factor: the op, if any, and its name."""
-    return (f"%wide = {TO_FLOAT} %{name} : {BYTE} to f32", "wide") if dtype == BYTE else ("", name)
+    widens = f"%wide = {TO_FLOAT[dtype]} %{name} : {dtype} to f32" if dtype in TO_FLOAT else ""
+    return widens, "wide" if widens else name
 
 
 def is_weight(value: Any, through: Collection[str] = RESHAPES) -> bool:

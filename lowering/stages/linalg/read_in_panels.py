@@ -10,10 +10,11 @@ from typing import Any
 from lowering.cpu import best_for
 from lowering.stages.ir.barrier import put_barriers
 from lowering.stages.ir.factors import (
+    HALVES,
     as_float,
-    bytes_of,
     is_plain,
     is_weight,
+    narrow_factor,
     shapes_of,
     transposed,
 )
@@ -58,7 +59,7 @@ func.func private @product(%x: {x}, %w: {w}, %start: {start}) -> {y} {{
 }}
 """
 _PACK = """
-  %zero = arith.constant 0.0 : f32
+  %zero = arith.constant 0.0 : {dtype}
   %panels = linalg.pack %w {padding} {order} inner_dims_pos = [{dim}] inner_tiles = [{width}]
       into %empty : {w} -> {panels}
 """
@@ -114,8 +115,8 @@ def read_in_panels(function: Any, features: Collection[str]) -> None:
     A matrix that lies transposed, and is no weight, is transposed into panels, and not packed (of
     2048x2048, in 1.4 ms instead of 3.8): in training, weights are arguments.
 
-    A matrix of signed bytes is packed as such, and widened where it is multiplied; not where the
-    last panel would have columns over, nor by a matrix unit.
+    A matrix of signed bytes or halves is packed as such, and widened where it is multiplied; not
+    where the last panel would have columns over, nor by a matrix unit.
 
     Before: %y = linalg.matmul ins(%x, %w)                      with %x of [M, K], %w of [K, N]
     After:  %panels[n, k, l] = %w[k, 32 * n + l], 0 where there is no such column
@@ -255,10 +256,11 @@ class _Product:
             )
         order = f"outer_dims_perm = {[*range(first), first + 1, first]}"
         return _PACK.format(
+            dtype=self.dtype,
             panels=panels,
             w=self.factor,
             width=width,
-            padding="padding_value(%zero : f32)" if self.is_padded else "",
+            padding=f"padding_value(%zero : {self.dtype})" if self.is_padded else "",
             order="" if self.is_transposed else order,
             dim=first if self.is_transposed else first + 1,
         )
@@ -282,18 +284,21 @@ def _product_of(op: Any, block: tuple[int, int], *, tiles: bool) -> _Product | N
     n = shapes[1][-1]
     if m < 2 or 0 in (k, n, *stack):
         return None
-    if (narrow := bytes_of(w)) is not None:
-        w = narrow
-    elif tiles and suits_tiles(m, k):
+    narrow = narrow_factor(w)
+    is_byte = narrow is not None and str(narrow.type.element_type) not in HALVES
+    if tiles and suits_tiles(m, k) and not is_byte:
         block = (ROWS, COLUMNS)
+    elif narrow is not None:
+        w = narrow
     source = transposed(w, rank)
     factor = w if source is None else source
+    dtype = str(factor.type.element_type)
     if n % block[1]:
         # With columns over, what is packed is padded, and the result is copied without them: worth
-        # it for weights, which are packed once, and for the unit.
+        # it for weights, which are packed once, and for the unit; and for halves.
         is_filled = maker_of(start) == "linalg.fill"
         is_worth = block == (ROWS, COLUMNS) and n >= _LEAST_PADDED and is_weight(factor)
-        if not (is_filled and is_worth):
+        if not (is_filled and (is_worth or dtype in HALVES)):
             return None
         start = start.owner.operands[0]
     return _Product(
@@ -303,7 +308,7 @@ def _product_of(op: Any, block: tuple[int, int], *, tiles: bool) -> _Product | N
         is_transposed=source is not None,
         is_weight=is_weight(factor),
         arguments=(x, factor, start),
-        dtype=str(factor.type.element_type),
+        dtype=dtype,
     )
 
 
@@ -315,6 +320,8 @@ def _product_of_any_rows(op: Any, block: tuple[int, int]) -> _Product | None:
     is_known = None not in (k, n) and sizes == (None, k) and dtypes == {"f32"}
     if not is_known or not k or not n or n % block[1] or not is_zeros(start):
         return None
+    if (narrow := narrow_factor(w)) is not None:
+        w = narrow
     source = transposed(w, 2)
     factor = w if source is None else source
     return _Product(
@@ -324,7 +331,7 @@ def _product_of_any_rows(op: Any, block: tuple[int, int]) -> _Product | None:
         is_transposed=source is not None,
         is_weight=is_weight(factor),
         arguments=(x, factor, start),
-        dtype="f32",
+        dtype=str(factor.type.element_type),
     )
 
 

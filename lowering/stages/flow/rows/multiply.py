@@ -18,6 +18,7 @@ from lowering.stages.flow.rows.graph import (
 from lowering.stages.flow.rows.signature import arguments_of
 from lowering.stages.flow.rows.tensors import Part, Tensors
 from lowering.stages.flow.rows.text import Text
+from lowering.stages.ir.factors import TO_FLOAT
 from lowering.stages.ir.types import floats, tensor
 from lowering.stages.ir.work_items import ANY_ROWS, work_item
 
@@ -267,7 +268,8 @@ class _Block:
         text, product, height = self.writer.text, self.writer.product, self.height
         shape = height, product.depth
         factor = self.writer.load(product.node.factor, Part((self.begin, 0), shape, shape))
-        kind, panel = text.vector("f32"), floats(product.depth, product.width)
+        kind, dtype = text.vector("f32"), text.graph.nodes[product.node.panels].dtype
+        panel = tensor([product.depth, product.width], dtype)
         all_kind = f"vector<{height}x{product.width}xf32>"
         zeros = text.say(f"arith.constant dense<0.0> : {all_kind}")
         sums, k, total = text.new("sums"), text.new("k"), text.new("sum")
@@ -275,7 +277,9 @@ class _Block:
             f"{sums} = scf.for {k} = %zero to %depth step %one "
             f"iter_args({total} = {zeros}) -> ({all_kind}) {{"
         )
-        line, more = text.read(self.panel, f"{k}, %zero", panel, "f32"), total
+        line, more = text.read(self.panel, f"{k}, %zero", panel, dtype), total
+        if dtype in TO_FLOAT:
+            line = text.say(f"{TO_FLOAT[dtype]} {line} : {text.vector(dtype)} to {kind}")
         for r, row in enumerate(self._rows):
             number = text.say(f"tensor.extract {factor}[{row}, {k}] : {floats(*shape)}")
             same = text.spread(number, "f32")

@@ -18,6 +18,7 @@ from lowering.stages.flow.rows.graph import (
     Value,
 )
 from lowering.stages.ir.device_programs import LOAD, STORE, argument_of, is_whole
+from lowering.stages.ir.factors import TO_FLOAT
 from lowering.stages.ir.sizes import Size, product, sizes_in
 from lowering.stages.ir.structured import inputs_of, loops_of, maps_of
 from lowering.stages.ir.symbols import maker_of, ops_of
@@ -154,10 +155,10 @@ class _Reader:
         is_loaded = all(maker_of(value) == LOAD for value in (factor, panels))
         if not (is_loaded and op.operands[-1] in self._fills and _is_as_written(op)):
             return False
-        count, depth, width = panels.type.shape
+        (count, depth, width), dtype = panels.type.shape, str(panels.type.element_type)
         sources = (
             (factor, Source(Access.FACTOR, "f32", (depth,))),
-            (panels, Source(Access.PANELS, "f32", (count, depth, width))),
+            (panels, Source(Access.PANELS, dtype, (count, depth, width))),
         )
         nodes = [self.load(self._argument(value), source) for value, source in sources]
         first, second = nodes
@@ -321,7 +322,9 @@ def _attributes(op: Any) -> str:
 def _is_as_written(op: Any) -> bool:
     """Say whether a product is still what was marked: IREE may have it read a factor transposed."""
     body = [inner.name for inner in ops_of(op)]
-    return _maps(op) == _PRODUCT_LOOPS and body == ["arith.mulf", "arith.addf", "linalg.yield"]
+    widens = TO_FLOAT.get(str(op.operands[1].type.element_type))
+    written = [*([widens] if widens else []), "arith.mulf", "arith.addf", "linalg.yield"]
+    return _maps(op) == _PRODUCT_LOOPS and body == written
 
 
 def _is_plain(kind: Any) -> bool:
