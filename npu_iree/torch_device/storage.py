@@ -32,6 +32,8 @@ _set = aten.set_.source_Storage_storage_offset
 _META = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
 _DEVICE_LOCAL = int(hal.MemoryType.DEVICE_LOCAL)
 _USAGE = int(hal.BufferUsage.DEFAULT)
+# What the device has memory as whose elements it cannot compute with, by their size in bytes.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHANGING = threading.RLock()  # what a storage holds depends on what it held
 
 
@@ -143,7 +145,7 @@ def copied(array: DeviceArray) -> DeviceArray:
     nbytes = source.byte_length()  # more than the array's, if that is the beginning of others
     account.reserve(nbytes)
     buffer = target.hal.allocator.allocate_buffer(_DEVICE_LOCAL, _USAGE, nbytes)
-    view = hal.HalBufferView(buffer, array.shape, int(HAL_TYPES[array.dtype]))
+    view = hal.HalBufferView(buffer, array.shape, _element(array.dtype))
     fence, ahead = joined([array.ready, target.start_point()])
     signal = new_fence(target.hal)
     target.hal.queue_copy(source, buffer, fence, signal)
@@ -190,12 +192,16 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 def shaped(array: DeviceArray, shape: tuple[int, ...], dtype: torch.dtype) -> DeviceArray:
     """Return the same bytes under another shape and dtype."""
-    if (array.shape == shape and array.dtype is dtype) or dtype not in HAL_TYPES:
+    if array.shape == shape and array.dtype is dtype:
         return array
-    view = hal.HalBufferView(array.hal_view.get_buffer(), shape, int(HAL_TYPES[dtype]))
+    view = hal.HalBufferView(array.hal_view.get_buffer(), shape, _element(dtype))
     result = DeviceArray(array.device, view, shape, dtype, array.ready)
     result._of = getattr(array, "_of", array)
     return result
+
+
+def _element(dtype: torch.dtype) -> int:
+    return int(HAL_TYPES[dtype if dtype in HAL_TYPES else _BITS[dtype.itemsize]])
 
 
 def allocate(nbytes: int) -> DeviceArray:

@@ -124,6 +124,14 @@ def test_host_ops_in_a_graph_get_what_they_read_and_no_more() -> None:
     assert len(ledger.waits) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint16, torch.complex32], ids=str)
+def test_host_ops_in_a_graph_read_what_the_device_only_keeps(dtype: torch.dtype) -> None:
+    x = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 64.0]]).to(dtype)
+    compiled = torch.compile(lambda x: x.long(), backend="npu_iree")
+    for layout in (lambda x: x, lambda x: x.t(), lambda x: x[:, ::2]):
+        assert_same(compiled(layout(x.to(NPU))).cpu(), layout(x).long())
+
+
 def test_the_default_device_may_be_npu() -> None:
     """PyTorch's own functions then make what they make there, but for what we make on the host."""
 

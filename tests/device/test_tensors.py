@@ -54,6 +54,27 @@ def test_conversions_are_those_of_the_cpu(source: torch.dtype) -> None:
         assert_same(value.to(NPU).to(target).cpu(), value.to(target))
 
 
+_NOT_COMPUTED_WITH = (
+    *(torch.uint16, torch.uint32, torch.uint64, torch.complex32),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+    torch.float8_e8m0fnu,
+)
+
+
+@pytest.mark.parametrize("dtype", _NOT_COMPUTED_WITH, ids=str)
+def test_what_the_device_only_keeps_is_converted_as_on_the_cpu(dtype: torch.dtype) -> None:
+    x = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 64.0]]).to(dtype)
+    a = x.to(NPU)
+    for layout in (lambda x: x, lambda x: x[:, ::2], lambda x: x.t()[1:]):
+        for target in (torch.float32, torch.int64):
+            assert_same(layout(a).to(target).cpu(), layout(x).to(target))
+    assert_same(torch.zeros(2, 3, device=NPU).copy_(a).cpu(), torch.zeros(2, 3).copy_(x))
+    a[:, ::2] = torch.tensor([32.0, 2.0], device=NPU)
+    assert a.float().tolist() == [[32, 2, 2], [32, 16, 2]]
+    with torch.npu.fallback("error"), pytest.raises(npu_iree.UnsupportedOpError, match=str(dtype)):
+        a.float()
+
+
 @pytest.mark.parametrize(
     "layout",
     [
