@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch._decomp import get_decompositions, meta_table
 
 aten = torch.ops.aten
 _NONE, _MEAN = 0, 1  # reductions; the third is the sum
+_HUBER = aten.huber_loss.default
+_PYTORCHS_HUBER = get_decompositions([_HUBER])[_HUBER]
+
+
+def huber_loss(
+    x: torch.Tensor, target: torch.Tensor, reduction: int = _MEAN, delta: float = 1.0
+) -> Any:
+    """Decompose `aten.huber_loss`; the loss is of the dtype of `x`, whatever the target's is.
+
+    PyTorch's decomposition gives it the wider one of both.
+    """
+    if torch.result_type(x, target) is x.dtype:
+        return _PYTORCHS_HUBER(x, target, reduction, delta)
+    losses = _PYTORCHS_HUBER(x, target, _NONE, delta).to(x.dtype)
+    if reduction == _NONE:
+        return losses
+    return losses.mean() if reduction == _MEAN else losses.sum()
 
 
 def multilabel_margin_loss(
@@ -46,8 +66,11 @@ def replace_pytorchs() -> None:
     op = aten.multilabel_margin_loss_forward.default
     op.py_kernels[torch._C.DispatchKey.Autograd] = multilabel_margin_loss
     op._dispatch_cache.clear()
+    meta_table[_HUBER] = _HUBER.py_kernels[torch._C.DispatchKey.Meta] = huber_loss
+    _HUBER._dispatch_cache.clear()
 
 
 DECOMPOSITIONS = {
+    _HUBER: huber_loss,
     aten.multilabel_margin_loss_forward.default: multilabel_margin_loss,
 }

@@ -10,6 +10,7 @@ import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from lowering.decompositions import rnn
+from lowering.decompositions.losses import replace_pytorchs
 from npu_iree.device import open_device
 from npu_iree.errors import NpuIreeError, TargetError
 from npu_iree.targets import Target
@@ -81,6 +82,7 @@ def register_device(target: Target | str = "npu-local") -> torch.device:
     register_backward()
     register_dynamo()
     register_fakes()
+    replace_pytorchs()
     CURRENT.device = opened
     return torch.device(NAME)
 

@@ -283,6 +283,11 @@ def test_the_spread_of_nothing_is_no_number() -> None:
             assert_same([v.cpu() for v in given], list(expected))
 
 
+def test_a_huber_loss_is_of_the_dtype_of_its_first_argument() -> None:
+    x, target = torch.randn(5), torch.randn(5, dtype=torch.float64)
+    assert_same(F.huber_loss(x.to(NPU), target.to(NPU)).cpu(), F.huber_loss(x, target))
+
+
 def test_host_ops_take_numbers_in_the_place_of_tensors() -> None:
     found = []
     for where in ("cpu", NPU):

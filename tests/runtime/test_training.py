@@ -236,6 +236,9 @@ def test_a_layer_trains_like_eagers(kind: str, counts: Counter[str]) -> None:
 def test_a_loss_that_pytorch_decomposes_wrongly() -> None:
     target = torch.tensor([[1, 0, -1, 2], [3, -1, 0, 0], [0, 1, 2, 3]])
     check(lambda x: F.multilabel_margin_loss(x, target, reduction="none"), torch.randn(3, 4))
+    compiled = torch.compile(F.huber_loss, backend="npu_iree", dynamic=True)
+    x, wide = torch.randn(3, 4), torch.randn(3, 4, dtype=torch.float64)
+    assert_same(compiled(x, wide), F.huber_loss(x, wide))
 
 
 def test_the_gradient_of_dropout_is_its_mask() -> None:

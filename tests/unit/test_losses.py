@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,3 +22,11 @@ def test_classes_end_at_the_first_that_is_none(data: st.DataObject) -> None:
     expected = aten.multilabel_margin_loss_forward.default(x, target, reduction)
     actual = losses.multilabel_margin_loss(x, target, reduction)
     torch.testing.assert_close(actual, expected)
+
+
+def test_a_huber_loss_is_of_the_dtype_of_its_first_argument() -> None:
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
+    x, target = torch.randn(2, 5)
+    for one, other, reduction in itertools.product(dtypes[:3], dtypes, range(3)):
+        args = x.to(one), target.to(other), reduction, 0.5
+        torch.testing.assert_close(losses.huber_loss(*args), aten.huber_loss(*args))
