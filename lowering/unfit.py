@@ -19,6 +19,10 @@ from lowering.sizes import is_static
 aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
 _PLACES = (torch.int32, torch.int64)
+_HALVES = (torch.float16, torch.bfloat16)
+_COMPLEX = (torch.complex64, torch.complex128)
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
+_WHOLE = (torch.bool, torch.uint8, *_SIGNED)
 # What is wrong with the arguments of a call, without and with names; nothing if it is right.
 _Rule = Callable[[Sequence[Any], Mapping[str, Any]], str]
 
@@ -166,10 +170,43 @@ def _unfit_to_subtract(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     return "on truths" if any(map(_is_truth, args[:2])) else _truth_as_factor(args, kwargs)
 
 
-def _of_no_floats(args: Sequence[Any], _: Mapping[str, Any]) -> str:
-    dtype = torch.result_type(*args[:2])
-    is_fit = dtype.is_floating_point or dtype.is_complex
-    return "" if is_fit else f"on numbers of {dtype_name(dtype)}"
+def _on(*dtypes: torch.dtype, count: int = 1) -> _Rule:
+    """Return what looks at the dtype that the first arguments, so many, are computed in."""
+
+    def rule(args: Sequence[Any], _: Mapping[str, Any]) -> str:
+        dtype = torch.result_type(args[0], args[count - 1])
+        return f"on numbers of {dtype_name(dtype)}" if dtype in dtypes else ""
+
+    return rule
+
+
+_on_no_floats = _on(*_WHOLE, *_COMPLEX)
+_on_no_floats_but_bytes = _on(torch.bool, *_SIGNED, *_COMPLEX)
+_on_truths_or_complex = _on(torch.bool, *_COMPLEX)
+_on_whole_numbers = _on(*_WHOLE, count=2)
+_of_two_on_no_floats = _on(*_WHOLE, *_COMPLEX, count=2)
+
+
+def _unfit_for_huber(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Look at a loss that is of the first argument's dtype, whatever it is computed in."""
+    return _on_no_floats(args, kwargs) or _of_two_on_no_floats(args, kwargs)
+
+
+def _unfit_for_smooth_l1(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    return _of_two_on_no_floats(args, kwargs) or _negative_beta(args, kwargs)
+
+
+def _unfit_to_cross(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    return _of_two_dtypes(args, kwargs) or _of_truths(args, kwargs)
+
+
+def _unfit_to_normalize(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Look at weights: they are of the dtype of what is normalized; of halves, they may be f32."""
+    x, *weights = (a.dtype for a in args if isinstance(a, torch.Tensor))
+    fit = (x, torch.float32) if x in _HALVES else (x,)
+    if len({*weights}) > 1 or not all(weight in fit for weight in weights):
+        return f"of {dtype_name(x)} with weights of {' and '.join(map(dtype_name, weights))}"
+    return _on_no_floats(args, kwargs)
 
 
 def _of_truths(args: Sequence[Any], _: Mapping[str, Any]) -> str:
@@ -204,6 +241,7 @@ def _given(node: fx.Node) -> tuple[Any, Any]:
 _REFUSED: dict[Any, _Rule] = {
     aten._index_put_impl.default: _unfit_to_put,
     aten._log_softmax.default: _unfit_for_softmax,
+    aten._prelu_kernel.default: _on_no_floats,
     aten._softmax.default: _unfit_for_softmax,
     aten.add.Scalar: _truth_as_factor,
     aten.add.Tensor: _truth_as_factor,
@@ -211,12 +249,20 @@ _REFUSED: dict[Any, _Rule] = {
     aten.addmv.default: _unfit_for_vectors,
     aten.binary_cross_entropy.default: _of_two_dtypes,
     aten.bucketize.Tensor: _no_vector_of_boundaries,
+    aten.celu.default: _on_no_floats,
     aten.div.Scalar_mode: _unfit_to_divide,
     aten.div.Tensor_mode: _unfit_to_divide,
     aten.dot.default: _of_truths,
+    aten.elu.default: _on_no_floats,
+    aten.frac.default: _on_no_floats,
+    aten.glu.default: _on_no_floats,
     aten.grid_sampler_2d.default: _unfit_to_sample,
+    aten.hardshrink.default: _on_no_floats,
+    aten.hardsigmoid.default: _on_no_floats,
+    aten.hardswish.default: _on_no_floats,
     aten.heaviside.default: _of_two_dtypes,
-    aten.hypot.default: _of_no_floats,
+    aten.huber_loss.default: _unfit_for_huber,
+    aten.hypot.default: _of_two_on_no_floats,
     aten.index_add.default: _unfit_to_add(*_PLACES),
     aten.index_copy.default: _unfit_to_add(torch.int64),
     aten.index_fill.int_Scalar: _index_of(torch.int64, at=2),
@@ -224,21 +270,46 @@ _REFUSED: dict[Any, _Rule] = {
     aten.index_put.default: _unfit_to_put,
     aten.index_select.default: _index_of(*_PLACES, at=2),
     aten.ldexp.Tensor: _truths_as_exponents,
-    aten.logaddexp.default: _of_no_floats,
-    aten.logaddexp2.default: _of_no_floats,
+    aten.linalg_cross.default: _unfit_to_cross,
+    aten.log_sigmoid_forward.default: _on_no_floats,
+    aten.logaddexp.default: _on_whole_numbers,
+    aten.logaddexp2.default: _on_whole_numbers,
     aten.masked_scatter.default: _no_mask,
     aten.max.default: _no_elements,
+    aten.max_pool2d_with_indices.default: _on_truths_or_complex,
+    aten.max_pool3d_with_indices.default: _on_truths_or_complex,
     aten.min.default: _no_elements,
+    aten.mish.default: _on_no_floats,
     aten.mm.default: _of_several_dtypes,
+    aten.mse_loss.default: _of_two_on_no_floats,
     aten.mv.default: _unfit_for_vectors,
+    aten.native_group_norm.default: _unfit_to_normalize,
+    aten.native_layer_norm.default: _unfit_to_normalize,
     aten.nll_loss2d_forward.default: _index_of(torch.int64, at=1),
     aten.nll_loss_forward.default: _index_of(torch.int64, torch.uint8, at=1),
     aten.rsub.Scalar: _unfit_to_subtract,
     aten.rsub.Tensor: _unfit_to_subtract,
-    aten.smooth_l1_loss.default: _negative_beta,
+    aten.silu.default: _on(*_WHOLE),
+    aten.smooth_l1_loss.default: _unfit_for_smooth_l1,
+    aten.softplus.default: _on_no_floats,
     aten.sort.default: _no_such_dimension,
     aten.sort.stable: _no_such_dimension,
     aten.sub.Scalar: _unfit_to_subtract,
     aten.sub.Tensor: _unfit_to_subtract,
+    aten.threshold.default: _on_truths_or_complex,
+    aten.upsample_bicubic2d.default: _on_no_floats_but_bytes,
+    aten.upsample_bicubic2d.vec: _on_no_floats_but_bytes,
+    aten.upsample_bilinear2d.default: _on_no_floats_but_bytes,
+    aten.upsample_bilinear2d.vec: _on_no_floats_but_bytes,
+    aten.upsample_linear1d.default: _on_no_floats,
+    aten.upsample_linear1d.vec: _on_no_floats,
+    aten.upsample_nearest1d.default: _on_no_floats_but_bytes,
+    aten.upsample_nearest1d.vec: _on_no_floats_but_bytes,
+    aten.upsample_nearest2d.default: _on_no_floats_but_bytes,
+    aten.upsample_nearest2d.vec: _on_no_floats_but_bytes,
+    aten.upsample_nearest3d.default: _on_no_floats_but_bytes,
+    aten.upsample_nearest3d.vec: _on_no_floats_but_bytes,
+    aten.upsample_trilinear3d.default: _on_no_floats,
+    aten.upsample_trilinear3d.vec: _on_no_floats,
     aten.vdot.default: _of_truths,
 }

@@ -246,6 +246,8 @@ def _native_dropout(x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Te
     """Drop elements; which, PyTorch's generator says, which is on the host."""
     if train is False:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    if not (x.is_floating_point() or x.is_complex()):
+        aten.native_dropout(torch.empty(1, dtype=x.dtype, device="cpu"), p, train)  # says why not
     kept = 1 - p
     mask = torch.empty_like(x, dtype=torch.bool, device="cpu").bernoulli_(kept).to(x.device)
     return (x * mask * (1 / kept) if kept else x * 0), mask

@@ -180,6 +180,13 @@ _UNFIT: list[Callable[[str], object]] = [
     lambda where: torch.ones(2).to(where).heaviside(torch.ones(2).long().to(where)),
     lambda where: torch.dot(*torch.ones(2, 2, dtype=torch.bool).to(where)),
     lambda where: _X.to(where).ldexp((_X > 0).to(where)),
+    lambda where: torch.nn.functional.silu(torch.ones(2).long().to(where), inplace=True),
+    lambda where: torch.nn.functional.glu(torch.ones(2).long().to(where)),
+    lambda where: torch.nn.functional.smooth_l1_loss(*torch.ones(2, 2).long().to(where)),
+    lambda where: torch.nn.functional.layer_norm(
+        _X.to(where), (4,), torch.ones(4).double().to(where)
+    ),
+    lambda where: torch.nn.functional.dropout(torch.ones(2).long().to(where)),
 ]
 # Their shapes and dtypes tell nothing to PyTorch's fake kernels: the host must be allowed to ask.
 _UNFIT_FOR_THE_CPU: list[Callable[[str], object]] = [

@@ -235,8 +235,11 @@ def test_probabilities_are_checked_on_the_device() -> None:
         lambda x: x.softmax(5),
         lambda x: x.sort(-3)[0],
         lambda x: F.smooth_l1_loss(x, x + 1, beta=-1.0),
+        lambda x: F.silu(x.long()),
+        lambda x: F.layer_norm(x, (3,), x[0].double()),
+        lambda x: torch.linalg.cross(x, x.double()),
     ],
-    ids=["softmax", "sort", "smooth_l1_loss"],
+    ids=["softmax", "sort", "smooth_l1_loss", "silu", "layer_norm", "cross"],
 )
 def test_what_only_eagers_kernels_refuse_is_refused(
     function: Callable[[Tensor], Tensor], counts: Counter[str]

@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from lowering.capabilities import load_capabilities
+from lowering.dtypes import DTYPE_NAMES
 from lowering.partition import why_host
 from lowering.unfit import what_is_wrong, why_refused
 
@@ -39,6 +40,73 @@ def _node(op: Callable[..., Any], *args: Any) -> torch.fx.Node:
         return node
 
     return graph.call_function(op, tree_map_only(torch.Tensor, placed, args))
+
+
+_ALL_DTYPES = (*DTYPE_NAMES,)
+_IMAGES = {1: (1, 1, 4), 2: (1, 1, 4, 4), 3: (1, 1, 4, 4, 4)}
+# Of one dtype, by op: sizes, and the other arguments.
+_OF_ONE: dict[Any, tuple[tuple[int, ...], tuple[Any, ...]]] = {
+    aten.celu.default: ((4,), ()),
+    aten.elu.default: ((4,), ()),
+    aten.frac.default: ((4,), ()),
+    aten.glu.default: ((4,), ()),
+    aten.hardshrink.default: ((4,), ()),
+    aten.hardsigmoid.default: ((4,), ()),
+    aten.hardswish.default: ((4,), ()),
+    aten.log_sigmoid_forward.default: ((4,), ()),
+    aten.max_pool2d_with_indices.default: (_IMAGES[2], ([2, 2],)),
+    aten.max_pool3d_with_indices.default: (_IMAGES[3], ([2, 2, 2],)),
+    aten.mish.default: ((4,), ()),
+    aten.silu.default: ((4,), ()),
+    aten.softplus.default: ((4,), ()),
+    aten.threshold.default: ((4,), (0, 0)),
+    aten.upsample_bicubic2d.default: (_IMAGES[2], ([8, 8], False)),
+    aten.upsample_bilinear2d.default: (_IMAGES[2], ([8, 8], False)),
+    aten.upsample_bilinear2d.vec: (_IMAGES[2], ([8, 8], False, None)),
+    aten.upsample_linear1d.default: (_IMAGES[1], ([8], False)),
+    aten.upsample_linear1d.vec: (_IMAGES[1], ([8], False, None)),
+    aten.upsample_nearest1d.default: (_IMAGES[1], ([8],)),
+    aten.upsample_nearest2d.default: (_IMAGES[2], ([8, 8],)),
+    aten.upsample_nearest3d.default: (_IMAGES[3], ([8, 8, 8],)),
+    aten.upsample_trilinear3d.default: (_IMAGES[3], ([8, 8, 8], False)),
+}
+
+
+@pytest.mark.parametrize("op", _OF_ONE, ids=str)
+def test_numbers_that_an_op_has_no_kernel_for(op: Any) -> None:
+    shape, others = _OF_ONE[op]
+    for dtype in _ALL_DTYPES:
+        call = (op, torch.ones(shape, dtype=dtype), *others)
+        assert bool(_why_refused(*call)) == _is_refused(*call), dtype
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        aten.huber_loss.default,
+        aten.hypot.default,
+        aten.linalg_cross.default,
+        aten.mse_loss.default,
+        aten.smooth_l1_loss.default,
+    ],
+    ids=str,
+)
+def test_two_tensors_that_an_op_has_no_kernel_for(op: Any) -> None:
+    for dtypes in itertools.product(_ALL_DTYPES, repeat=2):
+        call = (op, *(torch.ones(3, dtype=dtype) for dtype in dtypes))
+        assert bool(_why_refused(*call)) == _is_refused(*call), dtypes
+
+
+def test_weights_are_of_the_dtype_of_what_is_normalized_or_f32_of_halves() -> None:
+    some = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
+    x, weight = torch.ones(2, 4), torch.ones(4)
+    for dtype, *kinds in itertools.product((*some, torch.complex64), (None, *some), (None, *some)):
+        weights = [None if kind is None else weight.to(kind) for kind in kinds]
+        for call in (
+            (aten.native_layer_norm.default, x.to(dtype), [4], *weights, 1e-5),
+            (aten.native_group_norm.default, x.to(dtype), *weights, 2, 4, 1, 2, 1e-5),
+        ):
+            assert bool(_why_refused(*call)) == _is_refused(*call), (dtype, kinds)
 
 
 _PRODUCTS: dict[Any, tuple[tuple[int, ...], ...]] = {
