@@ -160,8 +160,16 @@ def default_stream(device: Which = None) -> Stream:
     return _DEFAULT
 
 
-def set_stream(stream: Stream) -> None:
-    """Submit the calls of this thread to a stream."""
+def set_stream(stream: Stream | None) -> None:
+    """Submit the calls of this thread to a stream; None: to the one that is current.
+
+    Raises:
+        TypeError: it is no stream of npu.
+    """
+    if stream is None:
+        return
+    if not isinstance(stream, Stream):
+        raise TypeError(f"set_stream takes a torch.npu.Stream, not {type(stream)}")
     _CURRENT.stream = stream
 
 

@@ -103,6 +103,14 @@ def test_a_stream_is_current_in_its_block_and_free_afterwards(device: Device) ->
     assert device.is_free, "calls may run in this thread again"
 
 
+def test_no_stream_leaves_the_current_one_and_what_is_none_is_refused() -> None:
+    for set_stream in (torch.npu.set_stream, torch.accelerator.set_stream):
+        set_stream(None)
+        with pytest.raises(TypeError, match=r"takes a torch\.npu\.Stream, not <class 'int'>"):
+            set_stream(3)
+    assert (torch.ones(3, device=NPU) + 1).tolist() == [2, 2, 2]
+
+
 def test_events_that_would_measure_time_are_refused() -> None:
     with pytest.raises(npu_iree.NpuIreeError, match="record_timeline"):
         torch.npu.Event(enable_timing=True)
