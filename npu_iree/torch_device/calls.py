@@ -18,6 +18,8 @@ from npu_iree.torch_device.forms import Travels
 from npu_iree.torch_device.storage import dense_order, dense_strides
 
 _CPU = torch.device("cpu")
+# Ops that write to their first argument by Python's names, and those that do not.
+_OF_OPERATORS = {"__ilshift__": "__lshift__", "__irshift__": "__rshift__"}
 # The dtype and memory order of each tensor that is written to; an empty one gets its result's.
 Written = tuple[tuple[torch.dtype, tuple[int, ...] | None], ...]
 
@@ -268,7 +270,9 @@ def functional_of(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     if space != "aten":  # only there such names promise anything
         return None
     is_out = any(a.is_out for a in op._schema.arguments)
-    packet = getattr(torch.ops.aten, name if is_out else name.removesuffix("_"), None)
+    if not is_out:
+        name = _OF_OPERATORS.get(name) or name.removesuffix("_")
+    packet = getattr(torch.ops.aten, name, None)
     if packet is None:
         return None
     wanted = [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]

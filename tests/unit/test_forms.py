@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from npu_iree.torch_device.calls import functional_of
 from npu_iree.torch_device.forms import FORMS
 from tolerances import assert_same
 
@@ -105,3 +106,8 @@ def test_norms_of_halves_give_statistics_in_the_floats_of_their_weights(
     for one, other in zip(results, expected, strict=True):
         if other.numel():
             assert_same(one, other)
+
+
+def test_what_writes_to_its_argument_by_a_name_of_pythons_computes_what_another_op_does() -> None:
+    assert functional_of(aten.__ilshift__.Tensor) is aten.__lshift__.Tensor
+    assert functional_of(aten.__irshift__.Scalar) is aten.__rshift__.Scalar
