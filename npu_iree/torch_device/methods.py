@@ -139,6 +139,13 @@ def _swapped(self: torch.UntypedStorage, dtype: torch.dtype) -> None:
     raise RuntimeError("bytes on npu:0 cannot be swapped in place; swap those of .cpu()")
 
 
+def _not_shared(self: torch.UntypedStorage, *_: Any) -> None:
+    raise RuntimeError(
+        "the memory of npu:0 is of one process: share that of .cpu(), or send the tensor by a "
+        "queue of torch.multiprocessing, which copies it"
+    )
+
+
 def _filled(self: torch.UntypedStorage, value: int) -> torch.UntypedStorage:
     as_bytes(self).fill_(value)
     return self
@@ -172,6 +179,7 @@ _OF_STORAGES: dict[str, Callable[..., Any]] = {
     "byteswap": _swapped,
     "fill_": _filled,
     "resize_": _resized,
+    "share_memory_": _not_shared,
     "_write_file": _written,
     "_set_from_file": _read,
 }

@@ -24,6 +24,7 @@ from npu_iree.torch_device.forms import WHOLE
 from npu_iree.torch_device.guard import DeviceGuard
 from npu_iree.torch_device.methods import register_methods
 from npu_iree.torch_device.ops import EagerOp
+from npu_iree.torch_device.sending import register_reductions
 from npu_iree.torch_device.tensors import DIFFERENTIABLE, ON_CPU, OWN
 from npu_iree.versions import check_versions
 
@@ -82,6 +83,7 @@ def register_device(target: Target | str = "npu-local") -> torch.device:
     register_backward()
     register_dynamo()
     register_fakes()
+    register_reductions()
     replace_pytorchs()
     CURRENT.device = opened
     return torch.device(NAME)

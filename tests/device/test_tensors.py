@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -247,6 +248,23 @@ def test_copied_and_pickled() -> None:
     assert twin.weight.abs().sum().item() > 0
     a = torch.randn(3).to(NPU)
     assert torch.equal(pickle.loads(pickle.dumps(a)).cpu(), a.cpu())
+
+
+def test_sent_to_a_process_as_copies() -> None:
+    layer = torch.nn.Linear(3, 2, device=NPU)
+    sent = layer.weight, layer.bias.detach()[1:], torch.ones(2)
+    back = ForkingPickler.loads(ForkingPickler.dumps(sent))
+    assert [type(t) for t in back] == [torch.nn.Parameter, torch.Tensor, torch.Tensor]
+    assert [(t.device.type, t.requires_grad) for t in back] == [
+        (NPU, True),
+        (NPU, False),
+        ("cpu", False),
+    ]
+    assert_same([t.detach().cpu() for t in back], [t.detach().cpu() for t in sent])
+    with pytest.raises(RuntimeError, match="non-leaf tensor"):
+        ForkingPickler.dumps(layer.weight * 2)
+    with pytest.raises(RuntimeError, match=r"is of one process: share that of \.cpu\(\)"):
+        layer.share_memory()
 
 
 def test_dlpack_hands_out_a_copy_that_may_be_written_to() -> None:
