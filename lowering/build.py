@@ -7,10 +7,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from lowering.at_once import at_once
 from lowering.bundle import Bundle
 from lowering.cache import ArtifactCache, Entry
 from lowering.errors import FlagError, StageError
@@ -117,26 +117,15 @@ class Builder:
     def _compile_all(
         self, regions: Sequence[Region], keys: dict[str, CacheKey]
     ) -> dict[str, Entry | StageError]:
-        service = self.toolchain.service
-        if service is None or len(regions) < 2 or self.tuning is not None:  # measured alone
-            programs = {keys[r.name].digest: Program.of(r) for r in regions}
+        programs = {keys[r.name].digest: Program.of(r) for r in regions}
+        if self.tuning is not None:  # measured alone
             return {d: self._compile(p, keys[p.name]) for d, p in programs.items()}
-        pool = ThreadPoolExecutor(service.size, thread_name_prefix="lowering")
-        cancelled = threading.Event()
-        builder = replace(self, toolchain=replace(self.toolchain, cancelled=cancelled))
-        try:
-            futures: dict[str, Future[Entry | StageError]] = {
-                keys[r.name].digest: pool.submit(builder._compile, Program.of(r), keys[r.name])
-                for r in regions
-            }
-            wait(futures.values())
-        except BaseException:  # Ctrl-C: the workers end, so the threads do
-            cancelled.set()
-            service.close()
-            pool.shutdown(cancel_futures=True)
-            raise
-        pool.shutdown()
-        return {digest: future.result() for digest, future in futures.items()}
+
+        def compile_by(program: Program, toolchain: Toolchain) -> Entry | StageError:
+            return replace(self, toolchain=toolchain)._compile(program, keys[program.name])
+
+        built = at_once(compile_by, list(programs.values()), self.toolchain)
+        return dict(zip(programs, built, strict=True))
 
     def _compile(self, program: Program, key: CacheKey) -> Entry | StageError:
         dump = self.dump / program.name if self.dump is not None else None

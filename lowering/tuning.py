@@ -9,10 +9,10 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
+from lowering.at_once import at_once
 from lowering.cache import Entry
 from lowering.errors import StageError
 from lowering.key import named_files
@@ -205,16 +205,14 @@ def _compiled(
 ) -> list[tuple[bytes | StageError, float]]:
     """Compile a program with each candidate, as many at a time as there are workers."""
 
-    def compile_with(candidate: Candidate) -> tuple[bytes | StageError, float]:
+    def compile_with(candidate: Candidate, by: Toolchain) -> tuple[bytes | StageError, float]:
         started = time.perf_counter()
         options = replace(default.options, flags=candidate.flags)
         built: bytes | StageError
         try:
-            built = compile_source(default.source, options, toolchain)
+            built = compile_source(default.source, options, by)
         except StageError as error:
             built = error
         return built, (time.perf_counter() - started) * 1e3
 
-    size = toolchain.service.size if toolchain.service is not None else 1
-    with ThreadPoolExecutor(size, thread_name_prefix="lowering-tuning") as pool:
-        return list(pool.map(compile_with, candidates))
+    return at_once(compile_with, candidates, toolchain)

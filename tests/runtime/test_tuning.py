@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import select
+import signal
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,7 +21,7 @@ import npu_iree
 from lowering import own_python
 from lowering.build import Builder
 from lowering.cache import ArtifactCache, Entry
-from lowering.errors import StageError
+from lowering.errors import CancelledError, StageError
 from lowering.pipeline import Toolchain
 from lowering.program import Program
 from lowering.service import Fault
@@ -112,6 +114,43 @@ def test_a_compiler_that_crashes_costs_a_candidate_only(
     trials = by_name(TuningRecord.from_json(entry.tuning or {}))
     assert "SIGABRT" in trials["untiled"].problem
     assert (trials[DEFAULT].problem, entry.vmfb) == ("", default.vmfb)
+
+
+class _Hangs:
+    """A compile service in which all hangs until it is closed; Ctrl-C comes meanwhile."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.is_closed = threading.Event()
+        self.all_hang = threading.Barrier(self.size, action=self._interrupt)
+
+    @staticmethod
+    def _interrupt() -> None:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    def run(self, *args: Any) -> bytes:
+        self.all_hang.wait()
+        if not self.is_closed.wait(20):
+            raise StageError("torch-to-linalg", "it was not closed")
+        raise CancelledError
+
+    def close(self) -> None:
+        self.is_closed.set()
+
+
+def test_ctrl_c_ends_the_candidates_that_are_compiled() -> None:
+    hangs, before = _Hangs(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    tuning = Tuning(level="quick", measure=lambda *_: ({}, 0.0))
+    parts = dict.fromkeys(("parameters", "given", "rebind", "kernels"), "{}")
+    program, default = Mock(Program, traits=frozenset()), Entry(parts, (), b"", "")
+    target, toolchain = vendor(untiled=UNTILED, rough=ROUGH).compile, Toolchain(service=hangs)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            tuning.tuned(program, default, target, toolchain)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert hangs.is_closed.is_set()
 
 
 @pytest.mark.parametrize("was_killed", [True, False])
