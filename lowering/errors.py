@@ -61,6 +61,10 @@ class WorkerStartError(NpuIreeError):
     """No compile worker comes up: that is no fault of the program, and nothing can be compiled."""
 
 
+class MeasureError(NpuIreeError):
+    """Nothing can be measured: there is no device, or the default does not run; says why."""
+
+
 class CancelledError(BaseException):
     """The service was closed under a request. No `Exception`: it says nothing of the program."""
 

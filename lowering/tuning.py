@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from lowering.at_once import at_once
 from lowering.cache import Entry
-from lowering.errors import StageError
+from lowering.errors import MeasureError, StageError
 from lowering.key import named_files
 from lowering.pipeline import Toolchain, compile_source
 from lowering.program import Program
@@ -118,6 +118,7 @@ class Measure(Protocol):
 
         Raises:
             OSError: there is no place for files, or there can be no more processes.
+            MeasureError: there is no device, or the first of them does not run.
         """
 
 
@@ -174,7 +175,7 @@ class Tuning:
                 modules[candidate.name] = replace(default, flags=candidate.flags, vmfb=built)
         try:
             measured, noise = self.measure(program, modules, self.level)
-        except OSError as error:
+        except (OSError, MeasureError) as error:
             log.warning("the default settings are taken, as nothing can be measured: %s", error)
             return replace(default, is_lasting=False)
         for name, found in measured.items():

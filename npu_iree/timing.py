@@ -2,7 +2,8 @@
 
 A process of its own, so that a module that crashes or hangs costs one candidate of a tuning
 (`npu_iree.tuning`). It reads `program.json` and `NAME.vmfb`, and answers with JSON lines: `begin`
-with a name before it touches a module, then what was found.
+with a name before it touches a module, then what was found; or `failed` with the reason, where
+nothing can be, as there is no device or the default does not run.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from lowering.signature import Check, ScalarSpec, Signature, TensorSpec
 from lowering.target import CompileTarget
 from lowering.tuning import DEFAULT
 from npu_iree.device import Device, open_device
+from npu_iree.errors import NpuIreeError
 from npu_iree.executable import Executable
 from npu_iree.function import Function
 from npu_iree.targets import ABI_FLAGS, Target
@@ -34,6 +36,7 @@ from npu_iree.tolerances import largest_difference, tolerance
 LEAST_ROUNDS, MOST_ROUNDS = 8, 200
 HOPELESS = 1.5  # what takes so many times the default's time in its first rounds is left alone
 _ROUND_S = 0.005  # of each side; a shorter call is repeated
+FAILURES = (NpuIreeError, RuntimeError)  # of the device: ours, and IREE's
 Answer = Callable[..., object]
 Values = dict[str, list[torch.Tensor | int | float | bool]]
 
@@ -205,10 +208,14 @@ def _lower_quartile(values: Sequence[float]) -> float:
 def run(folder: Path, names: Sequence[str], budget_s: float, answer: Answer) -> None:
     """Check and time modules against the default, one after the other; tell what is found."""
     program = SyntheticProgram.from_json(json.loads((folder / "program.json").read_text()))
-    device = open_device(program.target)
-    answer(begin=DEFAULT)
-    default = Runnable(device, program, (folder / f"{DEFAULT}.vmfb").read_bytes())
-    expected = default.results()
+    try:
+        device = open_device(program.target)
+        answer(begin=DEFAULT)
+        default = Runnable(device, program, (folder / f"{DEFAULT}.vmfb").read_bytes())
+        expected = default.results()
+    except FAILURES as error:
+        answer(failed=first_line(error))
+        return
     if not is_telling(expected):
         answer(name=DEFAULT, problem="made-up inputs give no finite results to compare")
         return
@@ -235,7 +242,7 @@ def _try(
     try:
         candidate = Runnable(device, program, (folder / f"{name}.vmfb").read_bytes())
         difference, problem = compare(candidate.results(), expected)
-    except RuntimeError as error:
+    except FAILURES as error:
         answer(name=name, problem=f"it fails: {first_line(error)}")
         return
     if problem:

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from lowering.cache import Entry
+from lowering.errors import MeasureError
 from lowering.own_python import start_own
 from lowering.program import Program
 from lowering.region import Region, value_spec
@@ -50,6 +51,7 @@ class DeviceMeasure:
 
         Raises:
             OSError: there is no place for files, or there can be no more processes.
+            MeasureError: the device does not open, or the default does not run.
         """
         with tempfile.TemporaryDirectory(prefix="npu-iree-") as scratch, _ALONE:
             folder = Path(scratch)
@@ -69,17 +71,22 @@ class DeviceMeasure:
         """Look at every module; after one that ends the process, another goes on with the rest."""
         found: dict[str, dict[str, Any]] = {}
         while left := [name for name in names if name not in found]:
-            current, problem = left[0], "the process that measures does not start"
+            current, problem = DEFAULT, "the process that measures does not start"
             for row in _answers(folder, left, budget_s, self.silence_s):
                 if "begin" in row:
-                    current, problem = row["begin"], "running it ends the process"
+                    it = "the default" if row["begin"] == DEFAULT else "it"
+                    current, problem = row["begin"], f"running {it} ends the process"
+                elif "failed" in row:
+                    problem = row["failed"]
                 elif row:
                     found[row.pop("name")] = row
                 else:
                     problem = f"it does not end within {self.silence_s:g} s"
-            if why := found.get(DEFAULT, {"problem": problem}).get("problem"):
+            if why := found.get(DEFAULT, {}).get("problem"):
                 return {name: {"problem": f"the default: {why}"} for name in names}
-            found.setdefault(left[0] if current == DEFAULT else current, {"problem": problem})
+            if current == DEFAULT and not found.keys() >= set(left):
+                raise MeasureError(problem)
+            found.setdefault(current, {"problem": problem})
         return found
 
 

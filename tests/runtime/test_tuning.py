@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -21,13 +21,13 @@ import npu_iree
 from lowering import own_python
 from lowering.build import Builder
 from lowering.cache import ArtifactCache, Entry
-from lowering.errors import CancelledError, StageError
+from lowering.errors import CancelledError, MeasureError, StageError
 from lowering.pipeline import Toolchain
 from lowering.program import Program
 from lowering.service import Fault
 from lowering.target import Candidate, CompileTarget
 from lowering.tuning import DEFAULT, Trial, Tuning, TuningRecord, _winner
-from npu_iree import tuning
+from npu_iree import timing, tuning
 from npu_iree.options import Options
 from npu_iree.runner import Runner
 from npu_iree.targets import NPU_LOCAL, Target
@@ -214,15 +214,14 @@ def test_a_module_that_ends_the_process_costs_itself_only(
     assert (trials["same"].problem, trials["same"].difference) == ("", 0.0)
 
 
-def test_a_candidate_that_hangs_is_given_up(compile_function: Callable[..., Runner]) -> None:
+def test_a_default_that_hangs_is_given_up(compile_function: Callable[..., Runner]) -> None:
     x = torch.randn(8)
     runner = compile_function(torch.relu, x)
     (region,), (executable,) = runner.plan.regions.values(), runner.executables.values()
     entry = Entry({}, (), executable.artifact.vmfb, "")
     measure = DeviceMeasure(NPU_LOCAL, silence_s=0.01)  # less than a process takes to start
-    trials, noise = measure(Program.of(region), {DEFAULT: entry, "other": entry}, "quick")
-    assert all("does not end within" in trial.problem for trial in trials.values())
-    assert not any(trial.wins(noise) for trial in trials.values())
+    with pytest.raises(MeasureError, match="does not end within"):
+        measure(Program.of(region), {DEFAULT: entry, "other": entry}, "quick")
 
 
 class _OnePiece:
@@ -264,6 +263,43 @@ def test_where_nothing_can_be_written_the_default_is_taken_and_not_kept(
     )
     assert made == replace(default, is_lasting=False)
     assert "the default settings are taken" in caplog.text
+
+
+def _in_this_process(
+    folder: Path, names: Sequence[str], budget_s: float, silence_s: float
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    timing.run(folder, names, budget_s, lambda **row: rows.append(row))
+    return rows
+
+
+def test_where_there_is_no_device_the_default_is_taken_and_not_kept(
+    compile_function: Callable[..., Runner],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (region,) = compile_function(torch.relu, torch.randn(8)).plan.regions.values()
+    absent = replace(vendor().compile, name="absent")
+    default, target = Entry({}, (), b"", ""), replace(vendor(), compile=absent, driver="nosuch")
+    monkeypatch.setattr(tuning, "_answers", _in_this_process)
+    made = Tuning(level="quick", measure=DeviceMeasure(target)).tuned(
+        Program.of(region), default, target.compile, Toolchain()
+    )
+    assert made == replace(default, is_lasting=False)
+    assert "IREE has no driver 'nosuch'" in caplog.text
+
+
+def test_a_default_that_ends_the_process_later_is_no_fault_of_a_candidate(
+    compile_function: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process is ended by a candidate; the next one's device has gone."""
+    (region,) = compile_function(torch.relu, torch.randn(8)).plan.regions.values()
+    modules = dict.fromkeys((DEFAULT, "bad", "other"), Entry({}, (), b"", ""))
+    default = {"name": DEFAULT, "ratio": 1.0, "worst_ratio": 1.0}
+    said = [[{"begin": DEFAULT}, default, {"begin": "bad"}], [{"failed": "it has gone"}]]
+    monkeypatch.setattr(tuning, "_answers", lambda *_: said.pop(0))
+    with pytest.raises(MeasureError, match="it has gone"):
+        DeviceMeasure(NPU_LOCAL)(Program.of(region), modules, "quick")
 
 
 def test_results_that_tell_nothing_choose_nothing(compile_function: Callable[..., Runner]) -> None:
