@@ -1,6 +1,6 @@
 """`python -m lowering.worker`: runs lowering stages for another process, without torch.
 
-Requests and replies are frames on two pipes, stdin and one whose number is the argument: the
+Requests and replies are frames on two pipes, stdin and one whose number is the first argument: the
 lengths of a JSON head and of a body (8 bytes each, big-endian), the head, the body. The first frame
 is a worker's own: it has imported the compilers, and is ready. A crash, a hang or an exhausted
 memory in here is, over there, an ordinary exception (`lowering/service.py`).
@@ -14,6 +14,7 @@ import io
 import json
 import os
 import resource
+import shutil
 import signal
 import struct
 import sys
@@ -68,9 +69,15 @@ def _read(stream: BinaryIO, size: int) -> bytes:
     return bytes(data)
 
 
-def main(descriptor: int) -> None:
-    """Serve requests, with answers to a descriptor, until the other side closes its pipe."""
+def main(descriptor: int, folder: str) -> None:
+    """Serve requests, with answers to a descriptor, until the other side closes its pipe.
+
+    Compilers and linkers write their files on the way to the folder, which goes at the end; without
+    one, to the system's.
+    """
     die_with_parent()
+    if folder:
+        os.putenv("TMPDIR", folder)
     os.set_inheritable(descriptor, False)  # a linker that goes on must not keep it open
     requests = io.FileIO(os.dup(0), "rb")
     replies = io.FileIO(descriptor, "wb")
@@ -80,6 +87,8 @@ def main(descriptor: int) -> None:
         while True:
             head, body = read_frame(requests)
             write_frame(replies, *_serve(head, body))
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _load_compilers() -> None:
@@ -161,4 +170,4 @@ def _commit_fault(fault: str | None) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,13 +41,20 @@ class WorkerProcess:
 
     def __init__(self) -> None:
         self._stderr = _open_scratch()
-        self._process, self._replies = start_own(
-            "lowering.worker",
-            output=self._stderr,
-            stdin=subprocess.PIPE,
-            bufsize=0,  # see `write_frame`
-            start_new_session=True,  # Ctrl-C is for the process that asked
-        )
+        self._folder = _make_folder()
+        try:
+            self._process, self._replies = start_own(
+                "lowering.worker",
+                self._folder,
+                output=self._stderr,
+                stdin=subprocess.PIPE,
+                bufsize=0,  # see `write_frame`
+                start_new_session=True,  # Ctrl-C is for the process that asked
+            )
+        except BaseException:
+            self._remove_folder()
+            raise
+        self._is_group_killed = False
         self.served = 0
         self._is_ready = False
         self._requests = cast(BinaryIO, self._process.stdin)
@@ -93,7 +101,7 @@ class WorkerProcess:
 
         def end() -> None:
             is_over.set()
-            self._process.kill()
+            self._kill_group()
 
         timer = threading.Timer(min(time_s, threading.TIMEOUT_MAX), end)
         timer.daemon = True
@@ -133,13 +141,27 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """End the process; whoever waits for its answer sees that, and calls `end`."""
-        self._process.kill()
+        self._kill_group()
         self._process.wait()
+        self._remove_folder()
+
+    def _kill_group(self) -> None:
+        """Kill the process and what it has started, such as a linker: it leads a group of its own.
+
+        Once is enough, and later the number may be another group's.
+        """
+        if not self._is_group_killed:
+            self._is_group_killed = True
+            with contextlib.suppress(ProcessLookupError):  # all of it has ended
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _remove_folder(self) -> None:
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def end(self) -> None:
         """Kill the process and what is left of it."""
-        self._process.kill()
-        self._process.wait()
+        self.kill()
         for stream in (self._requests, self._replies, self._stderr):
             with contextlib.suppress(OSError):
                 stream.close()
@@ -156,6 +178,14 @@ def _open_scratch() -> IO[bytes]:
     if sys.platform == "linux":
         return open(os.memfd_create("lowering-worker-stderr"), "w+b", buffering=0)
     return tempfile.TemporaryFile(buffering=0)
+
+
+def _make_folder() -> str:
+    """Make a folder for what a worker's linkers write on the way; empty if that cannot be."""
+    try:
+        return tempfile.mkdtemp(prefix="npu-iree-worker-")
+    except OSError:
+        return ""
 
 
 def _is_diagnostic(line: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import logging
@@ -13,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -355,6 +357,30 @@ def test_a_worker_that_stops_within_its_answer_or_answers_nonsense_is_ended(
         lower_by_one_that_answers(b"")
     assert raised.value.summary.endswith("code 1 (LLVM ERROR: IO failure: No space left on device)")
     assert raised.value.lacks_space
+
+
+def test_what_a_worker_has_started_and_written_goes_with_it(
+    service: CompileService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = json.dumps({"ready": True}).encode()
+    script = (
+        "import os, signal, sys\nanswers = int(sys.argv[1])\n"
+        f"os.write(answers, {_LENGTHS.pack(len(head), 0) + head!r})\nos.read(0, 1)\n"
+        "if not (linker := os.fork()):\n    os.close(answers)\n    signal.pause()\n"
+        "open(f'{sys.argv[2]}/half.o', 'w').close()\nsys.exit(f'crashed beside {linker}')"
+    )
+    command = (sys.executable, "-c", script)
+    monkeypatch.setattr(own_python, "own_python", lambda _, *args: [*command, *args])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(StageError, match=r"crashed beside \d+") as raised:
+        lower(service)
+    linker = int(raised.value.diagnostics.rpartition(" ")[2])
+    try:
+        wait_until(lambda: _is_dead(linker), limit_s=10)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(linker, signal.SIGKILL)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_worker_that_has_used_up_its_memory_goes_on(service: CompileService) -> None:
