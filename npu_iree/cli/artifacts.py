@@ -34,7 +34,7 @@ from npu_iree.cli.inputs import (
     make_arguments,
     open_entry,
 )
-from npu_iree.cli.outputs import refuse_unwritable
+from npu_iree.cli.outputs import refuse_unwritable, write_json
 from npu_iree.errors import NpuIreeError
 from npu_iree.offline.entry import LoadedEntry
 from npu_iree.offline.load import read_artifact
@@ -57,7 +57,7 @@ def run_command(
 ) -> None:
     """Run an artifact on inputs from files, and write or show its results."""
     times = []
-    with telling_errors(console, as_json_=as_json_):
+    with telling_errors(as_json_=as_json_):
         if output is not None:
             is_file = output.suffix == ".npz"
             refuse_unwritable(output if is_file else output / "output0.npy")
@@ -73,7 +73,7 @@ def run_command(
     rows = [_row(name, result) for name, result in named.items()]
     if as_json_:
         median = statistics.median(times) * 1e3
-        console.print_json(json.dumps({"outputs": rows, "milliseconds": median}))
+        write_json({"outputs": rows, "milliseconds": median})
         return
     table = Table("result", "shape", "dtype", "least", "largest")
     for name, result in named.items():
@@ -84,11 +84,11 @@ def run_command(
 
 def inspect_command(artifact: Artifact, as_json_: AsJson = False) -> None:
     """Show what an artifact is: signature, sizes, dispatches, parameters, where it came from."""
-    with telling_errors(console, as_json_=as_json_):
+    with telling_errors(as_json_=as_json_):
         manifest, module = read_artifact(artifact)
         facts = {**_facts(artifact, manifest), "dispatches": _dispatches(module)}
     if as_json_:
-        console.print_json(json.dumps({**facts, "manifest": json.loads(manifest.to_json())}))
+        write_json({**facts, "manifest": json.loads(manifest.to_json())})
         return
     for name, call in manifest.entries.items():
         console.print(_signature(name, call))
@@ -112,7 +112,7 @@ def bench_command(
     as_json_: AsJson = False,
 ) -> None:
     """Time an artifact: latency of a call, and throughput with several calls in flight."""
-    with telling_errors(console, as_json_=as_json_):
+    with telling_errors(as_json_=as_json_):
         function = open_entry(artifact, entry, target, params)
         arguments = make_arguments(function, inputs, sizes, drawn=True)
         for _ in range(max(2, calls // 10)):
@@ -131,7 +131,7 @@ def bench_command(
             else _throughput(function, arguments, calls, in_flight),
         }
     if as_json_:
-        console.print_json(json.dumps(figures))
+        write_json(figures)
         return
     table = Table("figure", "value")
     for name, value in figures["latency_ms"].items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.table import Column, Table
 
 from lowering.capabilities import Capabilities, Limit, load_capabilities
 from lowering.dtypes import DTYPES
-from npu_iree.cli.outputs import keeping_stdout
+from npu_iree.cli.outputs import keeping_stdout, write_json
 from npu_iree.cli.pattern import Filter
 from npu_iree.conformance.cases import EVERYTHING
 from npu_iree.errors import OptionError
@@ -70,7 +69,7 @@ def show(
     with keeping_stdout(is_data=form != "table"):
         rows = [row for row in table_rows(_load(table)) if filter_.search(row.op)]
     if form == "json":
-        typer.echo(json.dumps([row.json() for row in rows], indent=1))
+        write_json([row.json() for row in rows])
     elif form == "markdown":
         typer.echo(markdown(table, rows), nl=False)
     else:

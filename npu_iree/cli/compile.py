@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +12,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from npu_iree.cli.exits import HELP, telling_errors
+from npu_iree.cli.outputs import write_json
 from npu_iree.cli.progress import stage_progress
 from npu_iree.cli.request import CompileRequest, HostOps, Params, Tune
 
@@ -128,7 +128,7 @@ def compile_command(
         verify=verify,
     )
     started = time.perf_counter()
-    with telling_errors(console, as_json_=as_json_):
+    with telling_errors(as_json_=as_json_):
         request.check()
         import_modules(imports)
         with stage_progress() as tell:
@@ -138,7 +138,7 @@ def compile_command(
                 made["difference"] = verify_artifact(sources, output)
     made["seconds"] = round(time.perf_counter() - started, 2)
     if as_json_:
-        console.print_json(json.dumps(made))
+        write_json(made)
     else:
         _print(made)
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 
-from rich.console import Console
-
-from npu_iree.cli.outputs import keeping_stdout
+from npu_iree.cli.outputs import keeping_stdout, write_json
 from npu_iree.errors import (
     ArgumentError,
     ArtifactError,
@@ -69,7 +66,7 @@ def as_json(error: Exception) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def telling_errors(console: Console, *, as_json_: bool) -> Iterator[None]:
+def telling_errors(*, as_json_: bool) -> Iterator[None]:
     """With `--json`, print an error of ours as JSON, and end with its exit code.
 
     Standard output is for the JSON alone then.
@@ -80,5 +77,5 @@ def telling_errors(console: Console, *, as_json_: bool) -> Iterator[None]:
     except TOLD as error:
         if not as_json_:
             raise
-        console.print_json(json.dumps(as_json(error)))
+        write_json(as_json(error))
         raise SystemExit(exit_code(error)) from error

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import typer
 
 from lowering.files import try_to_write, write_atomically
 from npu_iree.errors import NpuIreeError, OptionError
@@ -38,6 +41,11 @@ def is_writable(path: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+def write_json(value: object) -> None:
+    """Write data to standard output as JSON alone: colours, which may be forced, are no JSON."""
+    typer.echo(json.dumps(value, indent=2))
 
 
 def write_text(path: Path, text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from npu_iree.cli.inputs import (
     entry_of,
     make_arguments,
 )
-from npu_iree.cli.outputs import refuse_unwritable, write_text
+from npu_iree.cli.outputs import refuse_unwritable, write_json, write_text
 from npu_iree.cli.progress import stage_progress
 from npu_iree.offline.load import load
 from npu_iree.profiling.measure import Measured, measure
@@ -73,7 +72,7 @@ def profile_command(
     as_json_: AsJson = False,
 ) -> None:
     """Show where the time of a call goes: by device program, with the lines of the model."""
-    with telling_errors(console, as_json_=as_json_), stage_progress() as tell:
+    with telling_errors(as_json_=as_json_), stage_progress() as tell:
         refuse_unwritable(trace)
         tell("loading")
         program = load(artifact, target, params=params)
@@ -83,7 +82,7 @@ def profile_command(
         if trace is not None:
             write_text(trace, trace_text(measured))
     if as_json_:
-        console.print_json(json.dumps(measured.profile.to_json()))
+        write_json(measured.profile.to_json())
         return
     _print(measured, top, trace)
 

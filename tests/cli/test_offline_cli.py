@@ -13,12 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 import npu_iree
 from command import Ended, end, invoke, start
 from lowering.cache import ArtifactCache
 from lowering.pipeline import STAGES
 from lowering.tuning import TuningRecord
+from npu_iree.cli import artifacts
 from once import made_once
 from tolerances import assert_same
 
@@ -191,7 +193,11 @@ def facts(command: Command, folder: Path) -> dict:
     return done.json()
 
 
-def test_inspect_tells_what_it_is_and_where_it_comes_from(command: Command, folder: Path) -> None:
+def test_inspect_tells_what_it_is_and_where_it_comes_from(
+    command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coloured = Console(force_terminal=True, color_system="standard")  # as FORCE_COLOR makes it
+    monkeypatch.setattr(artifacts, "console", coloured)
     told = facts(command, folder)
     assert told["parameters"] == "2 (60 bytes, mine.irpa)"
     assert told["target"] == "npu-local (driver local-task)"
@@ -200,6 +206,9 @@ def test_inspect_tells_what_it_is_and_where_it_comes_from(command: Command, fold
     assert told["manifest"]["parameters"][0]["name"] == "layer.bias"
     ops = dict(told["manifest"]["entries"]["main"]["ops"])
     assert "mine.py:" in ops["aten.relu.default"]
+    done = command("inspect", folder, "--json")
+    assert (done.code, done.json()["error"]) == (5, "ArtifactError")
+    monkeypatch.undo()
     done = command("inspect", folder / "mine.vmfb")
     assert "entry point main" in done.out
     assert "1 to 9" in done.out
