@@ -208,6 +208,7 @@ def compile_graph(
         UnsupportedOpError: `fallback="error"`, and the target cannot run some ops.
         StageError: `fallback="error"`, and the compiler refused a region.
         TargetError: the target's device cannot be opened here.
+        DeviceError: the device cannot load what was compiled for it.
         NotCompiledError: it would have to be compiled, and may not be.
         WorkerStartError: there are no workers to compile in.
     """

@@ -11,8 +11,10 @@ from iree.runtime import _binding as hal
 
 from lowering.abi import MADE, PARAMETER_SCOPE, REBINDING, SWAP, Rebinding, bind_function
 from lowering.artifact import Artifact
+from lowering.errors import first_line
 from npu_iree.array import DeviceArray
 from npu_iree.device import Device
+from npu_iree.errors import DeviceError
 from npu_iree.function import Function
 from npu_iree.lending import Lender
 from npu_iree.parameter_index import parameter_index
@@ -74,7 +76,7 @@ class Executable:
                 to these any more.
 
         Raises:
-            RuntimeError: IREE refused the module or a parameter.
+            DeviceError: IREE refused the module or a parameter.
         """
         self._device.refuse_child()
         modules = []
@@ -96,7 +98,17 @@ class Executable:
 
     def _loaded(self, device: Any, modules: Sequence[Any] = ()) -> Lane:
         hal_module = hal.create_hal_module(_INSTANCE, device)
-        return Lane(device, hal.VmContext(_INSTANCE, [hal_module, *modules, self._module]))
+        try:
+            context = hal.VmContext(_INSTANCE, [hal_module, *modules, self._module])
+        except (RuntimeError, ValueError) as error:
+            target = self._device.target
+            cause = (
+                f"{target.name!r} cannot load it: {first_line(error)}\n"
+                "If that speaks of its code, see that the target's flags, and the tools they name, "
+                f"make code for the driver {target.driver}."
+            )
+            raise DeviceError(self.artifact.name, (), cause) from error
+        return Lane(device, context)
 
     def _lane(self, points: list[Timepoint], is_small: bool) -> Lane:
         """Return where a call goes: small ones to the calling thread, if nothing lies ahead.

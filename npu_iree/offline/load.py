@@ -15,7 +15,7 @@ from lowering.errors import first_line
 from lowering.manifest import Call, Manifest
 from lowering.vmfb import unpack
 from npu_iree.device import Device, open_device
-from npu_iree.errors import ArgumentError, ArtifactError, TargetError
+from npu_iree.errors import ArgumentError, ArtifactError, DeviceError, TargetError
 from npu_iree.executable import Executable
 from npu_iree.offline.declarations import check_declarations, check_manifest
 from npu_iree.offline.entry import LoadedEntry
@@ -126,8 +126,9 @@ class LoadedProgram:
             check_declarations(executable, manifest)
             if any(e.signature.parameters for e in entries.values()):
                 executable.load(_memories(device, manifest, parameters, path.name))
-        except (ValueError, RuntimeError, KeyError) as error:
-            raise ArtifactError(path, f"IREE cannot load it: {first_line(error)}") from error
+        except (ValueError, RuntimeError, KeyError, DeviceError) as error:
+            said = first_line(error.__cause__ or error)
+            raise ArtifactError(path, f"IREE cannot load it: {said}") from error
         try:
             if unknown := [n for n in manifest.states if n not in parameters.tensors]:
                 raise ValueError(f"there is no state {unknown[0][:80]!r}")

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+
+from npu_iree import DeviceError, open_device
+from npu_iree.executable import Executable
+from npu_iree.runner import Runner
 
 pytestmark = pytest.mark.usefixtures("shared_cache")
 
@@ -161,3 +167,14 @@ def test_the_first_set_of_flags_is_taken_for_gradients(dynamic: bool, counts: Co
     grads = [torch.autograd.grad(loss, leaves) for loss in losses]
     torch.testing.assert_close(*grads, rtol=1e-3, atol=1e-3)
     assert counts["refused_flags"] == 0
+
+
+def test_code_that_the_device_cannot_load_is_told_with_the_flags_that_made_it(
+    compile_function: Callable[..., Runner],
+) -> None:
+    runner = compile_function(torch.relu, torch.ones(3))
+    ((name, executable),) = runner.executables.items()
+    spoilt = executable.artifact.vmfb.replace(b"\x7fELF", b"none")
+    told = f"(?s)^{re.escape(name)} failed.*'npu-local' cannot load it.*ELF.*flags.*local-task"
+    with pytest.raises(DeviceError, match=told):
+        Executable(open_device(), replace(executable.artifact, vmfb=spoilt))
