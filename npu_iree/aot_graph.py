@@ -215,6 +215,8 @@ def compile_graph(
     number, started = next(_GRAPH_NUMBERS), time.perf_counter()
     counts: Counter[str] = Counter()
     compiler = compiler_for(options, f"graph{number}", counts)
+    if compiler.builder.may_compile:  # which takes long, and is for a device that is there
+        open_device(options.target_value)
     try:
         compiled = compiler.compile(captured)
     finally:

@@ -6,14 +6,16 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from npu_iree import DeviceError, open_device
+from npu_iree import DeviceError, TargetError, open_device
 from npu_iree.executable import Executable
 from npu_iree.runner import Runner
+from npu_iree.targets import NPU_LOCAL
 
 pytestmark = pytest.mark.usefixtures("shared_cache")
 
@@ -178,3 +180,17 @@ def test_code_that_the_device_cannot_load_is_told_with_the_flags_that_made_it(
     told = f"(?s)^{re.escape(name)} failed.*'npu-local' cannot load it.*ELF.*flags.*local-task"
     with pytest.raises(DeviceError, match=told):
         Executable(open_device(), replace(executable.artifact, vmfb=spoilt))
+
+
+def test_a_device_that_is_not_there_is_told_before_anything_is_compiled(
+    compile_function: Callable[..., Runner],
+    counts: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compile_ = replace(NPU_LOCAL.compile, name="absent")
+    absent = replace(NPU_LOCAL, compile=compile_, driver="nosuch")
+    table = import_module("npu_iree.targets")  # `npu_iree.targets` is the function
+    monkeypatch.setattr(table, "targets", lambda: {"absent": absent})
+    with pytest.raises(TargetError, match="no driver 'nosuch'"):
+        compile_function(torch.relu, torch.ones(3), target="absent")
+    assert not counts
