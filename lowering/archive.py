@@ -106,6 +106,8 @@ def open_archive(path: Path, limits: ArchiveLimits = ArchiveLimits()) -> Iterato
             file = stack.enter_context(zipfile.ZipFile(source))
         except FileNotFoundError as error:
             raise ArtifactError(path, "there is no such file") from error
+        except IsADirectoryError as error:
+            raise ArtifactError(path, "it is a folder") from error
         except _MALFORMED as error:
             raise ArtifactError(path, f"it is no readable zip file: {error}") from error
         if problem := _problem(file.infolist(), source.size, limits):

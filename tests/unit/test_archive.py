@@ -189,10 +189,12 @@ def test_more_than_the_limits_is_refused() -> None:
     assert "at most 100 are read" in refusal(GOOD, ArchiveLimits(member_bytes=100))
 
 
-@pytest.mark.parametrize("place", ["missing", "folder"])
-def test_what_is_no_file_is_refused(place: str, tmp_path: Path) -> None:
-    path = tmp_path / "x" if place == "missing" else tmp_path
-    with pytest.raises(ArtifactError, match=str(path)), open_archive(path):
+@pytest.mark.parametrize(
+    ("place", "reason"), [("x", "there is no such file"), (".", "it is a folder")]
+)
+def test_what_is_no_file_is_refused(place: str, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / place
+    with pytest.raises(ArtifactError, match=f"{path}: {reason}"), open_archive(path):
         pass
 
 
