@@ -125,7 +125,7 @@ def bench_command(
             "latency_ms": {
                 f"p{p}": times[min(calls - 1, calls * p // 100)] * 1e3 for p in (50, 90, 99)
             },
-            "in_flight": 1 if is_waited_for else in_flight,
+            "in_flight": 1 if is_waited_for else min(calls, in_flight),
             "calls_per_second": calls / sum(times)
             if is_waited_for
             else _throughput(function, arguments, calls, in_flight),

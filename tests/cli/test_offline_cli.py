@@ -221,7 +221,9 @@ def test_bench_gives_percentiles_and_throughput(command: Command, folder: Path) 
     latency = figures["latency_ms"]
     assert 0 < latency["p50"] <= latency["p90"] <= latency["p99"]
     assert figures["calls_per_second"] > 0
-    assert "latency p50" in command("bench", folder / "mine.vmfb", "--calls", "2").out
+    few = command("bench", folder / "mine.vmfb", "--calls", "2", "--in-flight", "3").out
+    assert "latency p50" in few
+    assert "throughput, 2 in flight" in few, "there are no more calls"
 
 
 @pytest.mark.parametrize("stage", [s.name for s in STAGES])
