@@ -170,7 +170,9 @@ class CompileService:
         if "flags" in reply:
             raise FlagError(stage, reply["error"], reply["flags"])
         if "error" in reply:
-            raise StageError(stage, _with_limit(reply["error"], limits))
+            error_lines = _with_limit(reply["error"], limits).splitlines()
+            others = [line for line in reply["stderr"] if line not in error_lines]
+            raise StageError(stage, "\n".join([*error_lines, *others]))
         return product
 
     def _ask(

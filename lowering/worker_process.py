@@ -20,6 +20,7 @@ from lowering.worker import read_frame, write_frame
 _SIGNALS = {s.value: s.name for s in signal.Signals}
 _FATAL = "LLVM ERROR: "
 _STDERR_TAIL_BYTES = 4000
+_LAST_LINES = 6
 _START_LIMIT_S = 300.0  # for the imports of a worker, on a machine that is busy with others
 _REQUESTS_PER_WORKER = 300  # compilers leak: a process that has served this many is replaced
 
@@ -74,7 +75,7 @@ class WorkerProcess:
         self._is_ready = True
 
     def request(self, head: dict[str, Any], body: bytes, time_s: float) -> tuple[Any, bytes]:
-        """Send a request and wait for its answer.
+        """Send a request and wait for its answer; with an `error`, there is what was on `stderr`.
 
         Raises:
             WorkerCrashError: there is no answer, or not in time, or it makes no sense; a worker
@@ -88,7 +89,10 @@ class WorkerProcess:
                 write_frame(self._requests, head, body)
             except BrokenPipeError as error:
                 raise self._end_of_worker() from error
-            return self._receive()
+            reply, product = self._receive()
+        if "error" in reply:
+            reply["stderr"] = self._said()[-_LAST_LINES:]
+        return reply, product
 
     @contextlib.contextmanager
     def _ended_after(self, time_s: float) -> Iterator[None]:
@@ -127,13 +131,17 @@ class WorkerProcess:
         """Wait until the process has ended, and say how."""
         code = self._process.wait()
         how = f"died of {_SIGNALS.get(-code, -code)}" if code < 0 else f"ended with code {code}"
-        self._stderr.seek(0)
-        said = self._stderr.read()[-_STDERR_TAIL_BYTES:].decode(errors="replace")
-        lines = [line for line in said.splitlines() if _is_diagnostic(line)]
+        lines = self._said()
         if fatal := next((line for line in lines if line.startswith(_FATAL)), None):
             how += f" ({fatal})"
         kind = WorkerKilledError if code == -signal.SIGKILL else WorkerCrashError
-        return kind("\n".join([f"the compiler {how}", *lines[:6]]))
+        return kind("\n".join([f"the compiler {how}", *lines[:_LAST_LINES]]))
+
+    def _said(self) -> list[str]:
+        """Return the last that the process, or a linker that it ran, wrote on its stderr."""
+        self._stderr.seek(0)
+        said = self._stderr.read()[-_STDERR_TAIL_BYTES:].decode(errors="replace")
+        return [line for line in said.splitlines() if _is_diagnostic(line)]
 
     def is_fit(self) -> bool:
         """Say whether the process is there to be asked, and not too old."""

@@ -256,6 +256,11 @@ def lower(service: CompileService, fault: str | None = None, **limits: Any) -> b
     return service.run("torch-to-linalg", RELU, CompileOptions(), Limits(**limits), fault)
 
 
+def frame(head: dict[str, Any]) -> bytes:
+    data = json.dumps(head).encode()
+    return _LENGTHS.pack(len(data), 0) + data
+
+
 def worker_pids() -> set[int]:
     """Give the workers of this process."""
     listed = Path(f"/proc/{os.getpid()}/task").glob("*/children")
@@ -335,8 +340,7 @@ def test_a_worker_that_reads_nothing_is_ended(service: CompileService) -> None:
 def test_a_worker_that_stops_within_its_answer_or_answers_nonsense_is_ended(
     service: CompileService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = json.dumps({"ready": True}).encode()
-    ready = _LENGTHS.pack(len(head), 0) + head
+    ready = frame({"ready": True})
     script = "import os, sys\nos.write(int(sys.argv[1]), {!r})\nwhile os.read(0, 4096): pass"
 
     def lower_by_one_that_answers(answer: bytes) -> None:
@@ -359,13 +363,30 @@ def test_a_worker_that_stops_within_its_answer_or_answers_nonsense_is_ended(
     assert raised.value.lacks_space
 
 
+def test_what_a_linker_says_is_told_with_the_error_that_speaks_of_it(
+    service: CompileService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = frame({"error": "failed to link (check above)\nfailed to serialize"})
+    script = (
+        "import os, sys\nanswers = int(sys.argv[1])\n"
+        f"os.write(answers, {frame({'ready': True})!r})\nos.read(0, 1)\n"
+        "print('failed to serialize\\nno such symbol', file=sys.stderr, flush=True)\n"
+        f"os.write(answers, {error!r})\nwhile os.read(0, 4096): pass"
+    )
+    command = (sys.executable, "-c", script)
+    monkeypatch.setattr(own_python, "own_python", lambda _, *args: [*command, *args])
+    with pytest.raises(StageError) as raised:
+        lower(service)
+    told = "failed to link (check above)\nfailed to serialize\nno such symbol"
+    assert raised.value.diagnostics == told
+
+
 def test_what_a_worker_has_started_and_written_goes_with_it(
     service: CompileService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = json.dumps({"ready": True}).encode()
     script = (
         "import os, signal, sys\nanswers = int(sys.argv[1])\n"
-        f"os.write(answers, {_LENGTHS.pack(len(head), 0) + head!r})\nos.read(0, 1)\n"
+        f"os.write(answers, {frame({'ready': True})!r})\nos.read(0, 1)\n"
         "if not (linker := os.fork()):\n    os.close(answers)\n    signal.pause()\n"
         "open(f'{sys.argv[2]}/half.o', 'w').close()\nsys.exit(f'crashed beside {linker}')"
     )
