@@ -29,6 +29,7 @@ from npu_iree.targets import Target
 BUDGET_S = {"quick": 1.0, "full": 3.0}  # of timing a candidate, beyond the least rounds
 _NOISE = 0.02  # what two copies of a module may be apart at least
 _SILENCE_S = 120.0  # after which a module hangs
+_SAID = "said.txt"  # what the process that measures writes to stdout and stderr
 _ALONE = threading.Lock()
 
 
@@ -77,7 +78,7 @@ class DeviceMeasure:
                     it = "the default" if row["begin"] == DEFAULT else "it"
                     current, problem = row["begin"], f"running {it} ends the process"
                 elif "failed" in row:
-                    problem = row["failed"]
+                    raise MeasureError(row["failed"])
                 elif row:
                     found[row.pop("name")] = row
                 else:
@@ -85,7 +86,7 @@ class DeviceMeasure:
             if why := found.get(DEFAULT, {}).get("problem"):
                 return {name: {"problem": f"the default: {why}"} for name in names}
             if current == DEFAULT and not found.keys() >= set(left):
-                raise MeasureError(problem)
+                raise MeasureError(f"{problem}{_last_words(folder)}")
             found.setdefault(current, {"problem": problem})
         return found
 
@@ -95,7 +96,8 @@ def _answers(
 ) -> Iterator[dict[str, Any]]:
     """Start `npu_iree.timing`, and give its answers; the last is empty if it fell silent."""
     null, args = subprocess.DEVNULL, (str(folder), str(budget_s), *names)
-    process, answers = start_own("npu_iree.timing", *args, output=null, stdin=null)
+    with (folder / _SAID).open("wb") as said:
+        process, answers = start_own("npu_iree.timing", *args, output=said, stdin=null)
     with process, answers:
         try:
             poll, rest = select.poll(), b""  # `select.select` takes no descriptor above 1023
@@ -109,6 +111,13 @@ def _answers(
             yield {}
         finally:
             process.kill()
+
+
+def _last_words(folder: Path) -> str:
+    """Return the last line that the process has written, e.g. what ended it; or nothing."""
+    said = (folder / _SAID).read_text(errors="replace").split("\n")
+    last = next(filter(str.strip, reversed(said)), "")
+    return f" ({last.strip()[:300]})" if last else ""
 
 
 def _described(program: Program, target: Target) -> dict[str, Any]:

@@ -214,7 +214,9 @@ def test_a_module_that_ends_the_process_costs_itself_only(
     assert (trials["same"].problem, trials["same"].difference) == ("", 0.0)
 
 
-def test_a_default_that_hangs_is_given_up(compile_function: Callable[..., Runner]) -> None:
+def test_a_default_that_hangs_is_given_up_and_what_does_not_start_tells_why(
+    compile_function: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = torch.randn(8)
     runner = compile_function(torch.relu, x)
     (region,), (executable,) = runner.plan.regions.values(), runner.executables.values()
@@ -222,6 +224,10 @@ def test_a_default_that_hangs_is_given_up(compile_function: Callable[..., Runner
     measure = DeviceMeasure(NPU_LOCAL, silence_s=0.01)  # less than a process takes to start
     with pytest.raises(MeasureError, match="does not end within"):
         measure(Program.of(region), {DEFAULT: entry, "other": entry}, "quick")
+    ends = (sys.executable, "-c", "raise SystemExit('one line\\nand why\\n')")
+    monkeypatch.setattr(own_python, "own_python", lambda *_: [*ends])
+    with pytest.raises(MeasureError, match=r"does not start \(and why\)"):
+        DeviceMeasure(NPU_LOCAL)(Program.of(region), {DEFAULT: entry}, "quick")
 
 
 class _OnePiece:
@@ -237,7 +243,9 @@ class _OnePiece:
         return [] if came else self._poll.poll()
 
 
-def test_what_came_in_one_piece_is_read_before_the_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_came_in_one_piece_is_read_before_the_silence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     says = (
         "import os, signal, sys\n"
         "print('hello', flush=True)\n"
@@ -247,7 +255,7 @@ def test_what_came_in_one_piece_is_read_before_the_silence(monkeypatch: pytest.M
     command = (sys.executable, "-c", says)
     monkeypatch.setattr(own_python, "own_python", lambda _, *args: [*command, *args])
     monkeypatch.setattr(tuning.select, "poll", _OnePiece)
-    assert list(tuning._answers(Path(), [], 0, silence_s=60)) == [{"a": 1}, {"b": 2}, {}]
+    assert list(tuning._answers(tmp_path, [], 0, silence_s=60)) == [{"a": 1}, {"b": 2}, {}]
 
 
 def test_where_nothing_can_be_written_the_default_is_taken_and_not_kept(
