@@ -65,6 +65,7 @@ _FUNCTIONS: Mapping[str, Sequence[tuple[Any, str]]] = {
         (linalg_to_flow, "mark_convolutions"),
         (convolutions, "is_left_to_blocks"),
     ],
+    "halves": [(linalg_to_flow, "multiply_halves"), (linalg_to_flow, "keep_widened")],
     "matrix unit": [(read_in_panels, "has_tiles")],
 }
 
@@ -217,6 +218,11 @@ CASES = {
         [(1, 576, 14, 14), (576, 1, 3, 3)],
         "convolutions",
     ),
+    "conv3d 16-32 k3 of 16x32x32": Case(
+        lambda x, w: functional.conv3d(x, w, padding=1),
+        [(1, 16, 16, 32, 32), (32, 16, 3, 3, 3)],
+        "convolutions",
+    ),
     "conv2d 128 k3 of 28": Case(_conv2d, [(1, 128, 28, 28), (128, 128, 3, 3)], "registers"),
     "conv2d 64 k3 of 56": Case(_conv2d, [(1, 64, 56, 56), (64, 64, 3, 3)], "registers"),
     "conv2d 512 k3 of 7, 8 images": Case(
@@ -233,6 +239,9 @@ CASES = {
     ),
     "bottleneck 256-64 of 56": Case(
         _bottleneck, [(1, 256, 56, 56), (64, 256, 1, 1), (256, 64, 1, 1)], "channels_last"
+    ),
+    "product of f16": Case(
+        lambda x, w: torch.mm(x.half(), w.half()), [(128, 512), (512, 1024)], "halves"
     ),
     "residual of 8x128x768": Case(
         _residual, [(8, 128, 768), (8, 128, 768), (768, 768)], "matrices"

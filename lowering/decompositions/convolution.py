@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from lowering.decompositions import volumes
+from lowering.decompositions.spreading import spread
 from lowering.sizes import are_known, is_static, of_each
 
 aten = torch.ops.aten
@@ -50,7 +52,7 @@ def convolution(
     if transposed and groups == 1:
         return NotImplemented
     if rank == 3 and groups > 1 and not transposed:
-        y = _by_planes(x, weight, stride, padding, dilation, groups)
+        y = volumes.convolution_in_groups(x, weight, (stride, padding, dilation), groups)
         return y if bias is None else y + bias.reshape(-1, 1, 1, 1)
     if transposed:
         y = _transposed(x, weight, stride, padding, dilation, output_padding, groups)
@@ -102,8 +104,10 @@ def convolution_backward(
     are_static = is_static(weight) and are_known((*x.shape[1:], *gradient.shape[1:]))
     if not are_static or (is_plain and (is_static(x) or max(stride) == 1)):
         return NotImplemented
-    kernel = weight.shape[2:]
     places = (stride, padding, dilation)
+    if not transposed and groups == 1 and rank == 3:
+        return volumes.convolution_backward(gradient, x, weight, bias_sizes, places, output_mask)
+    kernel = weight.shape[2:]
     of_x = of_weight = of_bias = None
     if output_mask[0] and transposed:
         whole = aten.convolution.default(gradient, weight, None, *places, False, [0] * rank, groups)
@@ -144,47 +148,6 @@ def _gradient_cut_out(
     for i, pad in enumerate(padding):
         whole = whole.narrow(2 + i, pad, x.shape[2 + i])
     return whole
-
-
-def _by_planes(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> torch.Tensor:
-    """Write a convolution in 3 dimensions as the sum of those of planes, one for each of a weight.
-
-    Args:
-        x: [N, C, D, H, W].
-        weight: [F, C / groups, d, h, w]; the others of each of the last three dimensions.
-
-    Returns:
-        [N, F, D', H', W'].
-    """
-    padded = aten.constant_pad_nd.default(x, [0, 0, 0, 0, padding[0], padding[0]], 0)
-    count = (padded.shape[2] - dilation[0] * (weight.shape[2] - 1) - 1) // stride[0] + 1
-    planes = padded.transpose(1, 2)  # [N, D, C, H, W]
-    total: Any = None
-    for i in range(weight.shape[2]):
-        first = i * dilation[0]
-        last = first + (count - 1) * stride[0] + 1
-        read = aten.slice.Tensor(planes, 1, first, last, stride[0]).flatten(0, 1)
-        part = aten.convolution.default(
-            read,
-            weight[:, :, i],
-            None,
-            stride[1:],
-            padding[1:],
-            dilation[1:],
-            False,
-            [0, 0],
-            groups,
-        )
-        total = part if total is None else total + part
-    result: torch.Tensor = total.unflatten(0, (x.shape[0], count)).transpose(1, 2)
-    return result.contiguous()
 
 
 def _transposed(
@@ -335,16 +298,6 @@ def _cut(x: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     for i, size in enumerate(sizes):
         x = x.narrow(2 + i, 0, size)
     return x
-
-
-def spread(x: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
-    """Put `stride - 1` zeros between the elements along a dimension."""
-    if stride == 1:
-        return x
-    behind = x.dim() - 1 - dim
-    amounts = [0, 0] * behind + [0, stride - 1]
-    apart: torch.Tensor = aten.constant_pad_nd.default(x.unsqueeze(dim + 1), amounts, 0)
-    return apart.flatten(dim, dim + 1).narrow(dim, 0, (x.shape[dim] - 1) * stride + 1)
 
 
 DECOMPOSITIONS = {

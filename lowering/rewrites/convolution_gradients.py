@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from lowering.decompositions.convolution import spread
 from lowering.decompositions.halves import widened
+from lowering.decompositions.spreading import spread
 from lowering.rewrites.convolutions import is_images, is_small, rows_of
 from lowering.rewrites.gradients_of_any_size import MOST_PLACES_OF_GRADIENT, of_any_size
 from lowering.rewrites.gradients_of_input import gradient_of_input, is_without_zeros

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lowering.cpu import known_to_have
+from lowering.decompositions import volumes
 from lowering.decompositions.halves import HALVES, widened
 from lowering.rewrites.recorder import part_of
 from lowering.rewrites.windows import MOST_PLACES, Window, to_first, to_last, windows
@@ -42,7 +43,7 @@ def convolution(
     window: Window,
     groups: int,
 ) -> Any:
-    """Rewrite a convolution along one dimension, of some images, or of each channel by itself.
+    """Rewrite a convolution along one dimension, of images, volumes, or each channel by itself.
 
     Before: %y = convolution(%x, %w, %b, ...)          with %x of [N, C, L], %w of [F, C, K]
     After:  %p = permute(%x, [0, 2, 1]); %v = view(permute(%w, [0, 2, 1]), [F, K * C])
@@ -51,12 +52,14 @@ def convolution(
 
     Channels are last; what lies between two of them stays so (`lowering.rewrites.channels_last`).
     Images are written so where the windows are of one element, or next to each other, or the
-    images are small. A channel by itself (`groups` is C and F) is a sum of products:
+    images are small; volumes are images (`lowering.decompositions.volumes`). A channel by itself
+    (`groups` is C and F) is a sum of products:
 
     After:  %y = permute(slice(%p, 1, 0, ...) * %w[:, 0, 0] + slice(%p, 1, 1, ...) * ..., ...)
 
     Args:
-        x: `[N, C, L]` or `[N, C, H, W]`, of floats; of at most 32 bits, if it is images.
+        x: `[N, C, L]`, `[N, C, H, W]` or `[N, C, D, H, W]`, of floats; of at most 32 bits, if it
+            is images.
         weight: `[F, C / groups, ...]`.
         bias: `[F]` or None.
         window: of the convolution.
@@ -64,6 +67,9 @@ def convolution(
     """
     if not is_static(weight):
         return NotImplemented
+    if groups == 1 and _is_volumes(x, weight):
+        whole = volumes.convolution(x, weight, window[1:], _convolved_images)
+        return whole if bias is None else whole + bias.view(-1, 1, 1, 1)
     can_write = is_small(x, weight)
     last = x.permute(to_last(x.dim()))
     y: Any = NotImplemented
@@ -79,6 +85,27 @@ def convolution(
     if bias is not None:
         y = y + bias.to(y.dtype)
     return y.permute(to_first(x.dim())).to(x.dtype)
+
+
+def convolved(x: torch.Tensor, weight: torch.Tensor, window: Window, groups: int) -> torch.Tensor:
+    """Convolve in the best form that there is."""
+    found: Any = convolution(x, weight, None, window, groups)
+    if found is NotImplemented:
+        places = (*window[1:], False, [0] * (x.dim() - 2), groups)
+        found = aten.convolution.default(x, weight, None, *places)
+    return found  # type: ignore[no-any-return]
+
+
+def _convolved_images(
+    x: torch.Tensor, weight: torch.Tensor, places: volumes.Window
+) -> torch.Tensor:
+    return convolved(x, weight, Window(weight.shape[2:], *places), 1)
+
+
+def _is_volumes(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Say whether these are volumes, of which windows see a few planes."""
+    is_taken = x.dtype.is_floating_point and are_known(x.shape[1:]) and not are_empty(x, weight)
+    return x.dim() == 5 and is_taken and weight.shape[2] <= volumes.MOST_PLANES
 
 
 def is_small(x: torch.Tensor, weight: torch.Tensor) -> bool:

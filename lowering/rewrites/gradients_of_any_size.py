@@ -15,12 +15,8 @@ from typing import Any
 import torch
 
 from lowering.decompositions.halves import widened
-from lowering.rewrites.gradients_of_input import (
-    convolved,
-    gradient_of_input,
-    padded,
-    row_of,
-)
+from lowering.rewrites.convolutions import convolved
+from lowering.rewrites.gradients_of_input import gradient_of_input, padded, row_of
 from lowering.rewrites.recorder import part_of
 from lowering.rewrites.windows import Window, to_last
 from lowering.sizes import are_empty, are_known

@@ -10,12 +10,11 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from lowering.decompositions.convolution import flipped
-from lowering.rewrites.convolutions import convolution, is_left_to_blocks, is_worth_writing
+from lowering.rewrites.convolutions import convolved, is_left_to_blocks, is_worth_writing
 from lowering.rewrites.recorder import part_of
 from lowering.rewrites.windows import MOST_PLACES, Window, to_first, to_last
 
@@ -79,15 +78,6 @@ def is_of_whole_strides(window: Window, groups: int) -> bool:
     pairs = zip(window.kernel, window.stride, strict=True)
     is_whole = all(size % step == 0 for size, step in pairs)
     return is_whole and math.prod(window.dilation) == groups == 1 < math.prod(window.stride)
-
-
-def convolved(x: torch.Tensor, weight: torch.Tensor, window: Window, groups: int) -> torch.Tensor:
-    """Convolve in the best form that there is."""
-    found: Any = convolution(x, weight, None, window, groups)
-    if found is NotImplemented:
-        places = (*window[1:], False, [0] * (x.dim() - 2), groups)
-        found = aten.convolution.default(x, weight, None, *places)
-    return found  # type: ignore[no-any-return]
 
 
 def padded(x: torch.Tensor, amounts: Sequence[int]) -> torch.Tensor:

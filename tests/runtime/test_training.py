@@ -203,6 +203,7 @@ LAYERS: dict[str, dict[str, tuple[nn.Module, tuple[int, ...]]]] = {
     },
     "convolutions": {
         "in groups": (nn.Conv2d(4, 8, 3, groups=2, padding=1), (2, 4, 8, 8)),
+        "of volumes": (nn.Conv3d(3, 8, 3, (1, 2, 1), 1), (2, 3, 5, 6, 4)),
         "in groups in 3 dimensions": (nn.Conv3d(4, 8, 3, 2, 1, groups=2), (2, 4, 5, 4, 3)),
         "transposed": (nn.ConvTranspose2d(4, 8, 3, 2, 1), (2, 4, 8, 8)),
         "transposed, in groups": (nn.ConvTranspose2d(4, 8, 3, 2, 1, 1, 2), (2, 4, 8, 8)),

@@ -140,6 +140,22 @@ def test_each_channel_by_itself_in_two_dimensions(data: st.DataObject) -> None:
     assert_same(rewritten(x, weight), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_volumes_are_images(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 3, 5, 9, 7), (16, 3, 3, 3, 3), (16,)
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+    def convolve(*given: torch.Tensor) -> torch.Tensor:
+        window = [2, 1, 1], [1, 1, 0], [1, 1, 2]
+        return aten.convolution.default(*given, *window, False, [0, 0, 0], 1)
+
+    rewritten = rewrite(graph_of(convolve, *tensors), TARGET)
+    found = rewritten.graph.find_nodes(op="call_function", target=aten.convolution.default)
+    assert all(node.meta["val"].dim() == 4 for node in found)
+    assert_same(rewritten(*tensors), convolve(*tensors))
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.data())
 def test_images(data: st.DataObject) -> None:
