@@ -19,10 +19,16 @@ from lowering.stages.ir.factors import (
     transposed,
 )
 from lowering.stages.ir.matrix_unit import COLUMNS, ROWS, has_tiles, suits_tiles
-from lowering.stages.ir.structured import RESHAPES, broadcast_inputs, is_elementwise, is_zeros
+from lowering.stages.ir.structured import (
+    RESHAPES,
+    broadcast_inputs,
+    inputs_of,
+    is_elementwise,
+    is_zeros,
+)
 from lowering.stages.ir.symbols import maker_of, ops_of, origin_of
 from lowering.stages.ir.templates import compilation_info, replace_by
-from lowering.stages.ir.types import sizes_of, tensor
+from lowering.stages.ir.types import is_tensor, sizes_of, tensor
 from lowering.stages.ir.work_items import ANY_ROWS, work_item
 from lowering.stages.linalg.mark_convolutions import MARK
 
@@ -109,6 +115,7 @@ def read_in_panels(function: Any, features: Collection[str]) -> None:
     in the other order, number by number (32x1024 of them, and their softplus: 0.32 ms, not 0.03).
     So does what transposes rows of which there may be any number: IREE would have the product read
     them in columns.
+    So does what makes rows of halves: IREE would have each panel compute them again.
     So does what reads it over and over, in loops that the product has not, and for which no block
     is known ("large vector sizes"): the gradient of a Linear on a text's first token.
 
@@ -135,7 +142,8 @@ def read_in_panels(function: Any, features: Collection[str]) -> None:
     computed = set[Any]()  # by products, or of what they compute
     for op in ops_of(function):
         if (product := _product_of(op, block, tiles=tiles)) is not None:
-            if product.sizes[0] is None and _is_moved(op.operands[0]):
+            x = op.operands[0]
+            if (product.sizes[0] is None and _is_moved(x)) or _is_of_halves(x):
                 put_barriers(op, [0])
             arguments = [op.operands[0], *product.arguments[1:]]
             computed.add(replace_by(op, product.text(), arguments))
@@ -338,3 +346,20 @@ def _product_of_any_rows(op: Any, block: tuple[int, int]) -> _Product | None:
 def _is_moved(value: Any) -> bool:
     """Say whether a matrix is made by moving its numbers to another order, in any shape."""
     return maker_of(origin_of(value, RESHAPES)) == "linalg.transpose"
+
+
+def _is_of_halves(value: Any) -> bool:
+    """Say whether a matrix is made of halves, number by number, in any shape."""
+    values, seen = [value], set[Any]()
+    while values:
+        value = origin_of(values.pop(), RESHAPES)
+        if str(value.type.element_type) in HALVES:
+            return True
+        if (
+            maker_of(value) == "linalg.generic"
+            and is_elementwise(value.owner)
+            and value not in seen
+        ):
+            seen.add(value)
+            values += [v for v in inputs_of(value.owner) if is_tensor(v)]
+    return False
