@@ -59,6 +59,7 @@ _FUNCTIONS: Mapping[str, Sequence[tuple[Any, str]]] = {
     "few rows": [(linalg_to_flow, "mark_few_rows")],
     "row programs": [(linalg_to_flow, "join_rows")],
     "panels": [(linalg_to_flow, "read_in_panels")],
+    "channels last": [(linalg_to_flow, "put_channels_last")],
     "registers": [(flow_to_vmfb, "block_convolutions")],
     "whole tiles": [(flow_to_vmfb, "pack_whole_tiles")],
     "several images": [
@@ -216,7 +217,12 @@ CASES = {
     "conv2d depthwise 576 of 14": Case(
         lambda x, w: functional.conv2d(x, w, None, 1, 1, 1, 576),
         [(1, 576, 14, 14), (576, 1, 3, 3)],
-        "convolutions",
+        "channels last",
+    ),
+    "conv2d depthwise 96 k7 of 56": Case(
+        lambda x, w: functional.conv2d(x, w, None, 1, 3, 1, 96),
+        [(1, 96, 56, 56), (96, 1, 7, 7)],
+        "channels last",
     ),
     "conv3d 16-32 k3 of 16x32x32": Case(
         lambda x, w: functional.conv3d(x, w, padding=1),

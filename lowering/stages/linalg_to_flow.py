@@ -21,7 +21,7 @@ from lowering.stages.flow.sum_products import hide_products, sum_products
 from lowering.stages.flow.tell_sizes_apart import tell_sizes_apart
 from lowering.stages.ir.barrier import drop_barriers
 from lowering.stages.ir.device_programs import made_by
-from lowering.stages.ir.symbols import inside, symbol_of, walk
+from lowering.stages.ir.symbols import drop_unread, inside, symbol_of, walk
 from lowering.stages.iree_session import CHANNELS_LAST, DATA_TILING, IreeSession
 from lowering.stages.linalg.index_inside import index_inside
 from lowering.stages.linalg.keep_arguments import keep_arguments
@@ -152,6 +152,7 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 mark_convolutions(function, features)
                 if any(CHANNELS_LAST in flag for flag in options.flags):
                     put_channels_last(function)
+                drop_unread(function)
                 if is_tiled:
                     transpose_last(function)
                     separate_merges(function)

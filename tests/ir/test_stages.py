@@ -514,6 +514,21 @@ def test_a_convolution_reads_channels_last_whatever_its_weight_is(weights: int) 
     assert count(r"ins\(%\w+, %\w+ : tensor<2x22x30x8xf32>, tensor<3x3x8x32xf32>\)", text) == 1
 
 
+def test_each_channel_by_itself_is_read_with_channels_last() -> None:
+    """What a product made is padded as it lies, and what follows is in the program of either."""
+
+    def bottleneck(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        y = torch.conv2d(x, weights[0]).relu()
+        return torch.conv2d(y, weights[1], padding=1, groups=32).relu()
+
+    shapes = (2, 8, 20, 28), (32, 8, 1, 1), (32, 1, 3, 3)
+    text = lowered_for(WIDE_CPU, bottleneck, *map(torch.zeros, shapes))
+    assert count(r"ins\(%\w+, %\w+ : tensor<2x22x30x32xf32>, tensor<3x3x32xf32>\)", text) == 1
+    programs = re.findall(r"flow.dispatch @\w+::@main_dispatch_\d+_([a-z_]+?)_\d", text)
+    made = [name for name in programs if name != "transpose"]
+    assert made == ["matmul_like", "conv"]
+
+
 @pytest.mark.parametrize(
     ("cpu", "columns", "fmas"),
     [

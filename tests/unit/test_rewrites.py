@@ -299,7 +299,6 @@ STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tens
     "wide_pool": lambda x, c, y: torch.max_pool2d(pad(x, (1, 1)), (1, 3), 1, (0, 1), (1, 2)),
     "pad": lambda x, c, y: pad(x, (1, 0, 2, -1), value=0.5)[..., 1:, 1:],
     "cat": lambda x, c, y: torch.cat([x[:, 3:], y[:, :3]], 1),
-    "by_channel": lambda x, c, y: torch.conv2d(x, c.view(6, 1, 1, 1), padding=0, groups=6),
     "flat": lambda x, c, y: (x.flatten(2) + c.view(-1, 1)).view(x.shape),
     "sums": lambda x, c, y: x - x.sum([0, 2, 3], True) + x.sum([0, 2, 3]).view(-1, 1, 1),
     "copies": lambda x, c, y: aten.alias.default(x.clone()),

@@ -68,3 +68,11 @@ def constant_of(value: Any) -> int | None:
     """Return the number that a value is, on the host or a device; None if it is computed."""
     is_constant = maker_of(value) in _CONSTANTS
     return value.owner.attributes["value"].value if is_constant else None
+
+
+def drop_unread(function: Any) -> None:
+    """Erase what makes tensors that nothing reads: what it reads would count as read twice."""
+    for op in reversed(ops_of(function)):
+        is_read = any(True for result in op.results for _ in result.uses)
+        if op.name.startswith(("linalg.", "tensor.")) and not is_read:
+            op.operation.erase()
