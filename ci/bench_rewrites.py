@@ -62,6 +62,10 @@ _FUNCTIONS: Mapping[str, Sequence[tuple[Any, str]]] = {
     "channels last": [(linalg_to_flow, "put_channels_last")],
     "registers": [(flow_to_vmfb, "block_convolutions")],
     "whole tiles": [(flow_to_vmfb, "pack_whole_tiles")],
+    "groups": [
+        (linalg_to_flow, "mark_convolutions"),
+        (linalg_to_flow, "mark_weight_gradients"),
+    ],
     "several images": [
         (linalg_to_flow, "mark_convolutions"),
         (convolutions, "is_left_to_blocks"),
@@ -223,6 +227,21 @@ CASES = {
         lambda x, w: functional.conv2d(x, w, None, 1, 3, 1, 96),
         [(1, 96, 56, 56), (96, 1, 7, 7)],
         "channels last",
+    ),
+    "conv2d 64 in 4 groups k3 of 28": Case(
+        lambda x, w: functional.conv2d(x, w, None, 1, 1, 1, 4),
+        [(2, 64, 28, 28), (64, 16, 3, 3)],
+        "groups",
+    ),
+    "conv2d 256 in 32 groups k3 s2 of 56": Case(
+        lambda x, w: functional.conv2d(x, w, None, 2, 1, 1, 32),
+        [(1, 256, 56, 56), (256, 8, 3, 3)],
+        "groups",
+    ),
+    "conv2d gradient of the weight, 4 groups": Case(
+        lambda x, g: torch.nn.grad.conv2d_weight(x, (64, 16, 3, 3), g, 1, 1, 1, 4),
+        [(2, 64, 28, 28), (2, 64, 28, 28)],
+        "groups",
     ),
     "conv3d 16-32 k3 of 16x32x32": Case(
         lambda x, w: functional.conv3d(x, w, padding=1),

@@ -17,6 +17,7 @@ from lowering.stages.flow.read_in_place import read_in_place
 from lowering.stages.flow.rows.join import join_rows
 from lowering.stages.flow.separate_packing import separate_packing
 from lowering.stages.flow.skip_padding import skip_padding
+from lowering.stages.flow.sum_places import sum_places
 from lowering.stages.flow.sum_products import hide_products, sum_products
 from lowering.stages.flow.tell_sizes_apart import tell_sizes_apart
 from lowering.stages.ir.barrier import drop_barriers
@@ -28,6 +29,7 @@ from lowering.stages.linalg.keep_arguments import keep_arguments
 from lowering.stages.linalg.keep_off_stack import keep_off_stack
 from lowering.stages.linalg.keep_signs import keep_signs
 from lowering.stages.linalg.mark_convolutions import mark_convolutions
+from lowering.stages.linalg.mark_weight_gradients import mark_weight_gradients
 from lowering.stages.linalg.multiply_halves import keep_widened, multiply_halves
 from lowering.stages.linalg.put_channels_last import put_channels_last
 from lowering.stages.linalg.read_chosen import read_chosen
@@ -117,6 +119,7 @@ def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) 
         if options.is_for_cpu:
             read_by_rows(module, session.features)
             skip_padding(module)
+            sum_places(module)
             join_rows(module, session.features)
             sum_products(module)
             keep_rounding(module)
@@ -150,6 +153,7 @@ def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:
                 separate_pieces(function)
                 separate_concats(function)
                 mark_convolutions(function, features)
+                mark_weight_gradients(function, features)
                 if any(CHANNELS_LAST in flag for flag in options.flags):
                     put_channels_last(function)
                 drop_unread(function)

@@ -1046,6 +1046,47 @@ def test_several_images_are_convolved_at_a_time_without_their_padding(
 
 
 @pytest.mark.parametrize(
+    ("cpu", "groups", "places", "block"),
+    [
+        ("skylake-avx512", 2, 28, (7, 32)),
+        ("skylake-avx512", 4, 28, (14, 16)),
+        ("haswell", 4, 28, (4, 16)),
+        ("haswell", 8, 28, (7, 8)),
+        ("haswell", 16, 30, (10, 4)),
+        ("haswell", 4, 29, None),  # no whole number of blocks
+        ("haswell", 32, 28, None),
+        ("nehalem", 4, 28, None),
+    ],
+)
+def test_convolutions_in_groups_are_computed_in_blocks_of_a_row(
+    cpu: str, groups: int, places: int, block: tuple[int, int] | None
+) -> None:
+    """All sums of a block are in registers; rows of the padding are left out."""
+    tensors = torch.zeros(1, 64, 20, places), torch.zeros(64, 64 // groups, 3, 3)
+    with convolution(cpu, *tensors, {"padding": 1, "groups": groups}) as (session, module):
+        assert count(r"affine\.(max|min)", str(module)) == (4 if block is not None else 0)
+        if block is not None:
+            session.compile(module, begin="flow", end="executable-targets")
+            multiplied = re.findall(r"llvm\.intr\.fmuladd\(.*(vector<\d+xf32>)", str(module))
+            width, columns = block
+            assert Counter(multiplied) == {f"vector<{columns}xf32>": width}
+
+
+@pytest.mark.parametrize(("cpu", "products"), [("haswell", 1), ("nehalem", 0)])
+def test_the_gradient_of_a_weight_in_groups_is_of_products_of_rows(cpu: str, products: int) -> None:
+    """Of a row of the images and one of the gradient, where they lie."""
+    tensors = torch.zeros(2, 64, 20, 28), torch.zeros(64, 16, 3, 3)
+
+    def differentiate(gradient: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.nn.grad.conv2d_weight(x, w.shape, gradient, padding=1, groups=4)
+
+    text = lowered_for(cpu, differentiate, torch.zeros(2, 64, 20, 28), *tensors)
+    rows = r"linalg\.matmul indexing_maps .*: tensor<28x16xf32>, tensor<28x16xf32>\)"
+    assert count(rows, text) == products
+    assert count("npu_iree.weight_gradient", text) == 0
+
+
+@pytest.mark.parametrize(
     ("follow", "programs"),
     [
         (lambda y, w: torch.relu(y) + 1, 1),

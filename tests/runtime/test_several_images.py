@@ -1,4 +1,4 @@
-"""Convolutions of several images are computed where a window is inside of them, as eager's are."""
+"""Convolutions that are written in blocks, of several images or in groups, are as eager's."""
 
 from __future__ import annotations
 
@@ -31,6 +31,13 @@ WINDOWS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "of no whole panels": ((8, 16, 6, 6), (40, 3, 3), {"padding": 1}),
     "of a number of images that no block has": ((29, 16, 7, 7), (64, 3, 3), {"padding": 1}),
     "of two images": ((2, 16, 7, 7), (64, 3, 3), {"padding": 1}),
+    "in groups": ((2, 16, 7, 8), (32, 3, 3), {"padding": 1, "groups": 2}),
+    "in small groups": ((1, 32, 9, 12), (32, 3, 3), {"padding": 1, "stride": 2, "groups": 8}),
+    "in large groups": ((4, 6, 7, 10), (96, 3, 2), {"padding": (2, 1), "groups": 2}),
+    "in groups, apart": ((1, 20, 8, 7), (32, 2, 3), {"padding": 2, "dilation": 2, "groups": 4}),
+    "in groups of no whole panels": ((2, 9, 6, 6), (15, 3, 3), {"padding": 1, "groups": 3}),
+    "in groups of one channel": ((2, 4, 6, 7), (16, 3, 3), {"padding": 1, "groups": 4}),
+    "of each channel by itself": ((2, 12, 9, 8), (12, 5, 5), {"stride": 2, "groups": 12}),
 }
 FOLLOWS: dict[str, Follow] = {
     "the same images": lambda y, x: (y + x).relu(),
@@ -78,8 +85,8 @@ def whole_numbers(*sizes: int) -> torch.Tensor:
 def test_windows_and_their_gradients(names: list[str]) -> None:
     given = {}
     for name in names:
-        sizes, (features, *kernel), _ = WINDOWS[name]
-        weight = whole_numbers(features, sizes[1], *kernel)
+        sizes, (features, *kernel), window = WINDOWS[name]
+        weight = whole_numbers(features, sizes[1] // window.get("groups", 1), *kernel)
         given[name] = [whole_numbers(*sizes), weight, whole_numbers(features)]
 
     def convolve(given: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:

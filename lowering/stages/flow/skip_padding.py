@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lowering.stages.flow.tiled_followers import Tile, can_be_tiled, write_tiled
+from lowering.stages.ir.convolutions import Mark
 from lowering.stages.ir.device_programs import (
     DISPATCH,
     EXECUTABLE,
@@ -32,24 +34,26 @@ from lowering.stages.ir.structured import inputs_of
 from lowering.stages.ir.symbols import inside, maker_of, ops_of, symbol_of
 from lowering.stages.ir.templates import clones, put, tiles_of_product
 from lowering.stages.ir.types import dtype_of, floats
-from lowering.stages.linalg.mark_convolutions import Mark
 
 # What followers do not compute: they load and make it anew.
 _SOURCES = frozenset({"arith.constant", "tensor.empty", "linalg.fill", LOAD})
-# Of a work item: a row of some images, for the features of a panel. Returns where that is.
+# Of a work item: a row of some images, for the features of a panel. Returns where that is. A block
+# is of a place of all of these images, or of some places of one.
 _LOOPS = """
 func.func @loops(%xs: {xs}, %ws: {ws}) -> (index, index, index) {{
   %zero = arith.constant 0.0 : f32
   %first = arith.constant 0 : index
   %step = arith.constant 1 : index
   %width = arith.constant {width} : index
+  %places = arith.constant {places} : index
   %row = flow.dispatch.workgroup.id[0] : index
   %panel = flow.dispatch.workgroup.id[1] : index
   %block = flow.dispatch.workgroup.id[2] : index
-  %image = affine.apply affine_map<(d0) -> (d0 * {images})>(%block)
+  %image = affine.apply affine_map<(d0) -> (d0 * {count})>(%block)
   %above = affine.max affine_map<(d0) -> (0, {above})>(%row)
   %below = affine.min affine_map<(d0) -> ({high}, {below})>(%row)
-  scf.for %column = %first to %width step %step {{
+  %channel = affine.apply affine_map<(d0) -> ((d0 floordiv {of_group}) * {channels})>(%panel)
+  scf.for %column = %first to %width step %places {{
     %left = affine.max affine_map<(d0) -> (0, {left})>(%column)
     %right = affine.min affine_map<(d0) -> ({wide}, {right})>(%column)
     %empty = tensor.empty() : {tile}
@@ -58,8 +62,9 @@ func.func @loops(%xs: {xs}, %ws: {ws}) -> (index, index, index) {{
       %y = affine.apply affine_map<(d0, d1) -> ({y})>(%row, %i)
       %more = scf.for %j = %left to %right step %step iter_args(%sum = %before) -> ({tile}) {{
         %x = affine.apply affine_map<(d0, d1) -> ({x})>(%column, %j)
-        %pixels = iree_tensor_ext.dispatch.tensor.load %xs, offsets = [%image, %y, %x, 0],
-            sizes = [{images}, 1, 1, {channels}], strides = [1, 1, 1, 1] : {xs} -> {pixels}
+        %pixels = iree_tensor_ext.dispatch.tensor.load %xs, offsets = [{image}%y, %x, %channel],
+            sizes = [{images}1, {places}, {channels}], strides = [{each}1, {apart}, 1]
+            : {xs} -> {pixels}
         %factors = iree_tensor_ext.dispatch.tensor.load %ws, offsets = [{panel}%i, %j, 0, 0],
             sizes = [{one}1, 1, {channels}, {columns}], strides = [{one}1, 1, 1, 1]
             : {ws} -> {factors}
@@ -77,6 +82,8 @@ func.func @loops(%xs: {xs}, %ws: {ws}) -> (index, index, index) {{
 
 def skip_padding(module: Any) -> None:
     """Write marked convolutions as loops over the places of a window that are inside of an image.
+
+    Or a few places of one image, for convolutions in groups; these skip rows of the padding only.
 
     IREE's loops over a window are of a known number of steps, and multiply what was padded, too: a
     fifth of what 3x3 windows see of 7x7 images, a tenth of 14x14. What computes on the result in
@@ -138,6 +145,19 @@ class _Program:
         return None
 
     @property
+    def _made(self) -> tuple[int, int, int, Sequence[int], int]:
+        """How many images, rows, columns, panels (one is no dimension) and features there are."""
+        shape = self.op.results[0].type.shape
+        count = [] if self._is_one else [shape[0]]
+        height, width, *panels, columns = shape[len(count) :]
+        return count[0] if count else 1, height, width, panels, columns
+
+    @property
+    def _is_one(self) -> bool:
+        """Whether there is one image, which is no dimension either."""
+        return len(inputs_of(self.op)[0].type.shape) == 3
+
+    @property
     def _ops(self) -> list[Any]:
         """All ops of the function but its return."""
         return ops_of(self.function)[:-1]
@@ -188,7 +208,7 @@ class _Program:
         return program
 
     def by_images(self, module: Any) -> list[_Program]:
-        """Read images as they are where they are only copied to be padded.
+        """Read images as they are where they are only copied to be padded, and no place skips that.
 
         Returns:
             The program, or two: one for where they are, and one for where they are not.
@@ -199,7 +219,7 @@ class _Program:
             self._source(module, dispatch.operands[place])
             for dispatch, place in zip(dispatches, places, strict=True)
         ]
-        if not any(sources):
+        if self.mark.places > 1 or not any(sources):
             return [self]
         programs = [replace(self, is_padded=False)]
         if not all(sources):
@@ -254,7 +274,7 @@ class _Program:
         from iree.compiler import ir
 
         old, followers, sums = self._ops, self._followers, self.op.results[0]
-        count, height, _, *panels, columns = sums.type.shape
+        count, height, _, panels, columns = self._made
         *_, end = ops_of(self.function)
         with ir.InsertionPoint(end), self.op.location:
             image, row, panel = put(self._loops(), [self.images, self.panels])
@@ -262,7 +282,8 @@ class _Program:
         (body,) = loop.regions[0].blocks
         *_, nest, end = body.operations
         where = [image, row, body.arguments[0], *([panel] if panels else []), None]
-        tile = Tile([self.mark.images, *[1] * (len(where) - 2), columns], where)
+        sizes = [self.mark.images, 1, self.mark.places, *(1 for _ in panels), columns]
+        tile = Tile(sizes[self._is_one :], where[self._is_one :])
         with ir.InsertionPoint(end):
             write_tiled(followers, sums, nest.operation.results[0], tile)
         tell_flops(self.function, self._flops())
@@ -273,21 +294,21 @@ class _Program:
 
     def _flops(self) -> int:
         """Count the multiplications and additions."""
-        count, *made = self.op.results[0].type.shape
+        count, height, width, panels, columns = self._made
         *kernel, channels, _ = inputs_of(self.op)[1].type.shape[-4:]
-        _, *sizes, _ = inputs_of(self.op)[0].type.shape
-        mark, steps = self.mark, 2 * count * channels * math.prod(made[2:])
+        *sizes, _ = inputs_of(self.op)[0].type.shape[-3:]
+        mark, steps = self.mark, 2 * count * channels * math.prod(panels) * columns
         for places, window, size, step, apart, (before, after) in zip(
-            made[:2], kernel, sizes, mark.stride, mark.dilation, mark.padding, strict=True
+            (height, width), kernel, sizes, mark.stride, mark.dilation, mark.padding, strict=True
         ):
             seen = range(before, size - after)
             steps *= sum(h * step + i * apart in seen for h in range(places) for i in range(window))
         return int(steps)
 
     def _loops(self) -> str:
-        _, _, width, *panels, columns = self.op.results[0].type.shape
+        _, _, width, panels, columns = self._made
         *kernel, channels, _ = inputs_of(self.op)[1].type.shape[-4:]
-        _, *sizes, _ = inputs_of(self.op)[0].type.shape
+        *sizes, all_channels = inputs_of(self.op)[0].type.shape[-3:]
         begins, ends, reads = list[str](), list[str](), list[str]()
         for size, step, apart, (before, after) in zip(
             sizes, self.mark.stride, self.mark.dilation, self.mark.padding, strict=True
@@ -296,18 +317,27 @@ class _Program:
             ends.append(f"({size - after} - d0 * {step}) ceildiv {apart}")
             skipped = 0 if self.is_padded else before
             reads.append(f"d0 * {step} + d1 * {apart} - {skipped}")
+        images, places = self.mark.images, self.mark.places
+        if places > 1:  # where the window of one is outside of the image, others' are not
+            begins[1], ends[1] = "0", str(kernel[1])
         return _LOOPS.format(
             xs=self.images.type,
             ws=self.panels.type,
-            images=self.mark.images,
+            count=images,
+            image="" if self._is_one else "%image, ",
+            images="" if self._is_one else f"{images}, ",
+            each="" if self._is_one else "1, ",
+            places=places,
+            apart=self.mark.stride[1] if places > 1 else 1,
+            of_group=math.prod(panels) * channels // all_channels,
             columns=columns,
             channels=channels,
-            tiles=tiles_of_product(self.mark.images, columns),
+            tiles=tiles_of_product(images * places, columns),
             width=width,
             panel="%panel, " if panels else "",
             one="1, " if panels else "",
-            tile=floats(self.mark.images, columns),
-            pixels=floats(self.mark.images, channels),
+            tile=floats(images * places, columns),
+            pixels=floats(images * places, channels),
             factors=floats(channels, columns),
             above=begins[0],
             left=begins[1],

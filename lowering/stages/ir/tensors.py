@@ -26,6 +26,12 @@ func.func @padded(%x: {x}, %fill: {dtype}) -> {y} {{
   return %y : {y}
 }}
 """
+_RESHAPED = """
+func.func @reshaped(%x: {x}) -> {y} {{
+  %y = tensor.{op} %x {dims} {sizes} : {x} into {y}
+  return %y : {y}
+}}
+"""
 _COMPUTED = """
 func.func @computed({arguments}{sizes}) -> {made} {{
   %empty = tensor.empty({unknown}) : {made}
@@ -78,6 +84,26 @@ def padded(value: Any, low: Sequence[int], high: Sequence[int], fill: Any) -> An
         dtype=fill.type,
     )
     (result,) = put(text, [value, fill])
+    return result
+
+
+def reshaped(value: Any, sizes: Sequence[int], dims: Sequence[Sequence[int]]) -> Any:
+    """Return a tensor in another shape, where dimensions of one are each some of the other.
+
+    Args:
+        value: the tensor, of known sizes.
+        sizes: of the result.
+        dims: for each dimension of the shorter shape, which of the longer it is.
+    """
+    is_longer = len(sizes) > len(dims)
+    text = _RESHAPED.format(
+        op="expand_shape" if is_longer else "collapse_shape",
+        dims=[list(d) for d in dims],
+        sizes=f"output_shape {list(sizes)}" if is_longer else "",
+        x=value.type,
+        y=tensor(sizes, str(value.type.element_type)),
+    )
+    (result,) = put(text, [value])
     return result
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from lowering.cpu import best_for
 from lowering.stages.ir.barrier import put_barriers
+from lowering.stages.ir.convolutions import MARK
 from lowering.stages.ir.factors import (
     HALVES,
     as_float,
@@ -30,7 +31,6 @@ from lowering.stages.ir.symbols import maker_of, ops_of, origin_of
 from lowering.stages.ir.templates import compilation_info, replace_by
 from lowering.stages.ir.types import is_tensor, sizes_of, tensor
 from lowering.stages.ir.work_items import ANY_ROWS, work_item
-from lowering.stages.linalg.mark_convolutions import MARK
 
 # Rows (at most) and columns of a result that registers hold, by what the CPU can do, the first that
 # fits: 24 of 32 registers of 16 floats, 12 of 16 registers of 8. The factors need the others.
