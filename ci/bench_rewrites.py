@@ -66,6 +66,7 @@ _FUNCTIONS: Mapping[str, Sequence[tuple[Any, str]]] = {
         (linalg_to_flow, "mark_convolutions"),
         (linalg_to_flow, "mark_weight_gradients"),
     ],
+    "packing": [(linalg_to_flow, "separate_packing")],
     "several images": [
         (linalg_to_flow, "mark_convolutions"),
         (convolutions, "is_left_to_blocks"),
@@ -133,6 +134,10 @@ def _conv_case(x: Sequence[int], weight: Sequence[int], **window: int) -> Case:
 
 def _conv2d(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return functional.conv2d(x, weight, padding=1)
+
+
+def _few_features(x: torch.Tensor, weight: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    return functional.conv2d(_conv2d(x, weight).relu(), last)
 
 
 def _bottleneck(x: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -261,6 +266,9 @@ CASES = {
     ),
     "conv2d 16 k3 of 32, 32 images": Case(
         _conv2d, [(32, 16, 32, 32), (16, 16, 3, 3)], "several images"
+    ),
+    "conv2d 64-32-3 of 64, 2 images": Case(
+        _few_features, [(2, 64, 64, 64), (32, 64, 3, 3), (3, 32, 1, 1)], "packing"
     ),
     "bottleneck 256-64 of 56": Case(
         _bottleneck, [(1, 256, 56, 56), (64, 256, 1, 1), (256, 64, 1, 1)], "channels_last"

@@ -74,6 +74,10 @@ def shares_of_distances(x: torch.Tensor) -> torch.Tensor:
     return (products.abs() / products.abs().sum(1, keepdim=True)) @ far.t()
 
 
+def few_features(x: torch.Tensor, w: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    return F.conv2d(F.conv2d(x, w, padding=1).relu(), last)
+
+
 HEADS = ((2, 4, 17, 16),) * 3
 PROGRAMS: dict[str, Program] = {
     "one row": (lambda x, w: F.linear(x.expand(2, 32), w), ((1, 32), (32, 32))),
@@ -101,6 +105,7 @@ PROGRAMS: dict[str, Program] = {
     "80 tensors": (steps_of, ((8, 16),) * 80),
     "sums of 40 tensors": (steps_with_sums, ((8, 16),) * 40),
     "sums of rows and columns": (shares_of_distances, ((19, 24),)),
+    "few features of two images": (few_features, ((2, 8, 64, 64), (32, 8, 3, 3), (3, 32, 1, 1))),
     "split rows": (split_rows, ((26, 16), (32, 16), (2, 32, 8))),
 }
 

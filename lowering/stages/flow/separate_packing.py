@@ -16,7 +16,7 @@ from lowering.stages.ir.device_programs import (
     results_of,
     set_type,
 )
-from lowering.stages.ir.structured import is_elementwise
+from lowering.stages.ir.structured import is_elementwise, loops_of, maps_of
 from lowering.stages.ir.symbols import inside, maker_of, symbol_of, walk
 from lowering.stages.ir.types import sizes_of
 
@@ -38,6 +38,10 @@ def separate_packing(module: Any) -> None:
     So it is for what is packed, of unknown sizes, where it is also summed up (`x - x.mean(0)` in a
     covariance): IREE refuses its own code ("'affine.delinearize_index' op no basis element may be
     statically non-positive").
+
+    So it is for what a convolution makes, whose blocks of places are not the tiles of rows: IREE
+    makes blocks of one feature for the tiles' sake, and refuses ours where these do not divide a
+    tile ("large vector sizes": a UNet with batch norm, 128 rows of 64 places, 3 columns behind).
 
     Before: flow.executable @a: %1 = tensor.expand_shape %0 [[0, 1], [2]] output_shape [2, 13, 64]
                                 store(set_encoding %1)
@@ -68,16 +72,21 @@ def separate_packing(module: Any) -> None:
 def _unfit_packs(function: Any) -> list[Any]:
     ops = list(walk(function))
     has_panels = any("compilation_info" in op.attributes for op in ops)
-    reduces = any(op.name == "linalg.generic" and not is_elementwise(op) for op in ops)
+    sums = [op for op in ops if op.name == "linalg.generic" and not is_elementwise(op)]
+    has_blocks = has_panels or any(map(_reads_windows, sums))
     packs = [op for op in ops if op.name == _PACKS]
     makers = [maker_of(op.operands[0]) for op in packs]
     return [
         op
         for op, maker in zip(packs, makers, strict=True)
         if (maker == _SPLITS and _is_misread(op))
-        or (maker == _MERGES and has_panels)
-        or (reduces and None in sizes_of(op.operands[0].type))
+        or (maker == _MERGES and has_blocks)
+        or (sums and None in sizes_of(op.operands[0].type))
     ]
+
+
+def _reads_windows(op: Any) -> bool:
+    return any(None in loops_of(read) for read in maps_of(op))
 
 
 def _is_misread(pack: Any) -> bool:
