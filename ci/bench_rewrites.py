@@ -98,10 +98,10 @@ def _conv(stride: int = 1, padding: int = 1, groups: int = 1) -> Callable[..., A
     return convolve
 
 
-def _conv_gradients(*mask: bool) -> Callable[..., Any]:
+def _conv_gradients(*mask: bool, transposed: bool = False) -> Callable[..., Any]:
     def differentiate(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Any:
         two, one, zero = ([n] * (x.dim() - 2) for n in (2, 1, 0))
-        window = two, one, one, False, zero, 1
+        window = two, one, one, transposed, zero, 1
         backward = torch.ops.aten.convolution_backward.default
         made = backward(gradient, x, weight, None, *window, [*mask, False])
         return tuple(itertools.compress(made, mask))
@@ -221,6 +221,11 @@ CASES = {
     "conv2d gradient 64-128 k3 s2": Case(
         _conv_gradients(True, False),
         [(8, 128, 28, 28), (8, 64, 56, 56), (128, 64, 3, 3)],
+        "convolutions",
+    ),
+    "conv2d transposed gradients 64-32 k4 s2": Case(
+        _conv_gradients(True, True, transposed=True),
+        [(1, 32, 64, 64), (1, 64, 32, 32), (64, 32, 4, 4)],
         "convolutions",
     ),
     "conv2d depthwise 576 of 14": Case(

@@ -10,6 +10,7 @@ are convolutions of something else.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from lowering.decompositions import volumes
 from lowering.decompositions.spreading import spread
-from lowering.sizes import are_known, is_static, of_each
+from lowering.sizes import are_empty, are_known, is_static, of_each
 
 aten = torch.ops.aten
 
@@ -94,7 +95,7 @@ def convolution_backward(
     """
     rank = x.dim() - 2
     stride, padding, dilation = (of_each(v, rank) for v in (stride, padding, dilation))
-    is_plain = not transposed and groups == 1 and rank < 3
+    is_plain = groups == 1 and rank < 3 and (is_static(x) or max(stride) == 1)
     is_wide = not transposed and _is_padded_by_more(weight, stride, padding, dilation)
     if output_mask[0] and is_wide:
         of_padded = _gradient_cut_out(gradient, x, weight, padding, dilation, groups)
@@ -102,7 +103,7 @@ def convolution_backward(
         others = transposed, output_padding, groups, [False, *output_mask[1:]]
         return of_padded, *aten.convolution_backward.default(*given, *others)[1:]
     are_static = is_static(weight) and are_known((*x.shape[1:], *gradient.shape[1:]))
-    if not are_static or (is_plain and (is_static(x) or max(stride) == 1)):
+    if not are_static or (is_plain and not transposed):
         return NotImplemented
     places = (stride, padding, dilation)
     if not transposed and groups == 1 and rank == 3:
@@ -115,12 +116,30 @@ def convolution_backward(
     elif output_mask[0]:
         rest = unread(gradient.shape[2:], x.shape[2:], kernel, *places)
         of_x = _transposed(gradient, weight, *places, rest, groups)
-    if output_mask[1]:
+    can_turn = is_plain and not are_empty(x, gradient)
+    if output_mask[1] and can_turn and _sees_no_more(gradient, x, kernel, *places):
+        # As of a convolution of the gradient that made `x`: rewrites know that.
+        turned = x, gradient, weight, None, *places, False, [0] * rank, groups
+        of_weight = aten.convolution_backward.default(*turned, [False, True, False])[1]
+    elif output_mask[1]:
         pair = (gradient, x) if transposed else (x, gradient)
         of_weight = _weight_gradient(*pair, kernel, *places, groups)
     if output_mask[2]:
         of_bias = gradient.sum([0, *range(2, 2 + rank)])
     return of_x, of_weight, of_bias
+
+
+def _sees_no_more(
+    x: torch.Tensor,
+    gradient: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+) -> bool:
+    """Say whether a convolution of `x` makes what a gradient has, and no more at its end."""
+    rest = unread(gradient.shape[2:], x.shape[2:], kernel, stride, padding, dilation)
+    return all(map(operator.lt, rest, stride))
 
 
 def _is_padded_by_more(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from lowering.decompositions import convolution
 from lowering.rewrites.gradients_of_any_size import of_any_size
@@ -63,6 +64,17 @@ def test_a_convolution_and_its_gradients(call: tuple[list[torch.Tensor], list[ob
     # What is written for any size is right for these, too.
     if not any(is_padded_by_more(weight, *rest)):
         torch.testing.assert_close(of_any_size(*backward), eagers)
+
+
+def test_a_transposed_weight_has_the_gradient_of_one_that_convolves() -> None:
+    x, weight, gradient = torch.randn(2, 4, 5), torch.randn(4, 3, 4), torch.randn(2, 3, 10)
+    rest = None, [2], [1], [1], True, [0], 1, [False, True, False]
+    graph = make_fx(lambda *args: convolution.convolution_backward(*args, *rest))(
+        gradient, x, weight
+    ).graph
+    (call,) = graph.find_nodes(op="call_function", target=aten.convolution_backward.default)
+    assert not call.args[7], "which rewrites know"
+    assert not graph.find_nodes(op="call_function", target=aten.convolution.default)
 
 
 def test_no_images_leave_grouped_weights_no_gradients() -> None:
