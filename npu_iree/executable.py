@@ -18,7 +18,7 @@ from npu_iree.errors import DeviceError
 from npu_iree.function import Function
 from npu_iree.lending import Lender
 from npu_iree.parameter_index import parameter_index
-from npu_iree.timeline import Timepoint, Work, joined, new_fence, submitted
+from npu_iree.timeline import Timepoint, Work, joined, new_fence, submitted, wait_all
 
 _INSTANCE = hal.VmInstance()
 _NOTED = 16  # calls, after which those that have ended are forgotten
@@ -63,8 +63,18 @@ class Executable:
         self.functions = {name: Function(self, name) for name in artifact.entries}
         has_parameters = any(entry.signature.parameters for entry in artifact.entries.values())
         self._can_inline = device.inline is not None and not has_parameters  # or hold them twice
+        self._stays_here = False
         if not has_parameters:
             self.load(None)
+
+    def stay_here(self) -> None:
+        """Have all calls run on the calling thread, which waits for what lies ahead of them.
+
+        So no parameters are held twice. Right where all calls are small, and waited for at once.
+        It comes before the first values; without parameters, whose small calls may run here anyway,
+        or without a device for that thread, nothing changes.
+        """
+        self._stays_here = not self._can_inline and self._device.inline is not None
 
     def load(self, parameters: Mapping[str, Any] | None) -> None:
         """Give the parameters their first values.
@@ -83,16 +93,17 @@ class Executable:
         if parameters is not None:
             provider = parameter_index(parameters).create_provider(scope=PARAMETER_SCOPE)
             modules.append(hal.create_io_parameters_module(_INSTANCE, provider))
-        queue = self._loaded(self._device.hal, modules)
+        queue = self._loaded(self._device.inline if self._stays_here else self._device.hal, modules)
         with self._lock:
             self._queue, self._memories = queue, []
+            self._inline = queue if self._stays_here else None
             self._lender.begin(queue.context)
             self._bound, self._calls, self.has_lost_weights = [], [], False
 
     def unload(self) -> None:
         """Let go of the parameters, while nobody submits a call; those under way keep theirs."""
         with self._lock:
-            self._queue, self._memories = _UNLOADED, []
+            self._queue, self._memories, self._inline = _UNLOADED, [], None
             self._bound, self._calls = [], []
             self._lender.begin(None)
 
@@ -117,6 +128,9 @@ class Executable:
             points: what the call waits for; those that are found to be reached are taken out.
             is_small: of the call.
         """
+        if self._stays_here:
+            wait_all(points)
+            return self._queue
         if not is_small or not self._can_inline:
             return self._queue
         if points:
@@ -151,12 +165,14 @@ class Executable:
             changed: the names of those that are new.
         """
         bound = [weights[name].ready for name in changed]
+        if self._stays_here:
+            wait_all([array.ready for array in weights.values()])
         with self._lock:
             under_way = self._under_way()
             for one in self._rebinding.made_of(changed):
                 arrays = [weights[name] for name in one.parameters]
                 fence, ahead = joined([*(array.ready for array in arrays), *under_way])
-                signal = new_fence(self._device.hal)
+                signal = new_fence(self._queue.device)
                 inputs = hal.VmVariantList(len(arrays) + 5)
                 for array in arrays:
                     inputs.push_ref(array.hal_view)

@@ -131,7 +131,7 @@ class Function:
                 ready.look()
             views = [results.get_as_object(i, _View) for i in range(len(self._outputs))]
             submitted(ready)
-            if not ready.reached:
+            if not ready.is_settled():
                 self._device.track(ready, sum([view.byte_length for view in views]))
         except BaseException:
             if results.size:  # it is under way, and nobody is told what to wait for
@@ -150,7 +150,7 @@ class Function:
         arena: Arena | None = None
         try:
             with executable._lock:
-                if lane is executable._inline:
+                if lane is executable._inline or executable._stays_here:
                     ahead = executable.begin(inputs, points, signal)
                     lane.context.invoke(self._function, inputs, results)
                 else:  # to that which is loaded now, maybe by another thread
@@ -179,9 +179,8 @@ class Function:
         """Run a small call on the calling thread; returns the results' buffer views.
 
         It is `submit` without what most calls do not need, which takes as long as the rest: here
-        nothing lies ahead (what runs here has no weights, and so none that are being bound), nobody
-        looks on, and no value is checked. Where that is not so, None is returned, and nothing has
-        been done.
+        nothing lies ahead, no weight has just been bound anew, nobody looks on, and no value is
+        checked. Where that is not so, None is returned, and nothing has been done.
 
         Args:
             inputs: IREE's list of the arguments, which is used up.
@@ -194,6 +193,7 @@ class Function:
             (lane := executable._inline) is None
             or not self._device.is_free
             or self._signature.checks
+            or executable._bound
             or are_observed()
         ):
             return None

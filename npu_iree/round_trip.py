@@ -22,7 +22,7 @@ from npu_iree.device import Device
 from npu_iree.errors import DeviceError
 from npu_iree.frozen import is_apart
 from npu_iree.function import Function, push_number
-from npu_iree.timeline import Timepoint
+from npu_iree.timeline import NOW, Timepoint
 from npu_iree.transfers import is_watched
 from npu_iree.weights import Weights
 
@@ -75,7 +75,6 @@ class RoundTrip:
         self._device = device
         self._function = function
         self._is_small = is_small
-        self._can_run_here = is_small and weights is None
         self._sources = sources
         self._results, self._dtypes, self._crossings = zip(*results, strict=True)
         self._targets = targets if any(i is not None for i in targets) else ()
@@ -117,23 +116,22 @@ class RoundTrip:
                 taken.append(known)
             else:
                 return False
-        views = function.run_here(inputs) if self._can_run_here else None
-        if views is None and (views := self._submit(host, inputs, seen)) is None:
+        if (views := self._call(host, inputs, seen)) is None:
             return False
         for i, tensor in zip(self._results, self._land(host, views, taken), strict=True):
             host[i] = tensor
         return True
 
-    def _submit(self, host: list[Any], inputs: Any, seen: object) -> list[Any] | None:
-        """Submit the call and wait for it; None: a weight has changed since `seen`."""
-        function, weights = self._function, self._weights
+    def _call(self, host: list[Any], inputs: Any, seen: object) -> list[Any] | None:
+        """Run the call, or submit it and wait; None: a weight has changed since `seen`."""
+        weights = self._weights
         if weights is None or self._can_repeat:
-            views, ready = function.submit(inputs, function.ahead(), self._is_small)
+            views, ready = self._submit(inputs)
         else:
             with weights.lock:
                 if not weights.are_current(host):
                     return None
-                views, ready = function.submit(inputs, function.ahead(), self._is_small)
+                views, ready = self._submit(inputs)
         is_right = False
         try:
             is_right = (
@@ -147,6 +145,12 @@ class RoundTrip:
                 with contextlib.suppress(*(() if is_right else (DeviceError,))):
                     _wait(ready)
         return views if is_right else None
+
+    def _submit(self, inputs: Any) -> tuple[list[Any], Timepoint]:
+        function = self._function
+        if self._is_small and (views := function.run_here(inputs)) is not None:
+            return views, NOW
+        return function.submit(inputs, function.ahead(), self._is_small)
 
     def _land(
         self, host: list[Any], views: Sequence[Any], taken: list[Known]

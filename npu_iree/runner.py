@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowering.abi import ENTRY
 from lowering.dtypes import DTYPES
-from lowering.effort import Effort
+from lowering.effort import Effort, is_static
 from lowering.host import extract_host
 from lowering.nodes import SIZE_OPS
 from lowering.plan import Free, Gather, Host, Invoke, Plan, Put, Scalar, Step, Value, Write
@@ -264,10 +264,13 @@ class Runner:
         (gather,) = (step for step in steps if isinstance(step, Gather))
         region, made = self.plan.regions[invoke.region], invoke.outputs
         dtypes = [DTYPES[spec.dtype] for spec in region.signature.outputs]
+        executable = self.executables[region.name]
+        if is_small := _is_small(region):
+            executable.stay_here()
         return RoundTrip(
             self._device,
-            self.executables[region.name].functions[ENTRY],
-            _is_small(region),
+            executable.functions[ENTRY],
+            is_small,
             sources=[(self._index[name], self._imports.get(name)) for name in invoke.inputs],
             results=[
                 (self._index[name], dtype, self._crossings[name])
@@ -363,8 +366,7 @@ class Runner:
 
 def _is_small(region: Region) -> bool:
     """Say whether a region may run on the calling thread."""
-    effort = Effort.of(region)
-    return effort.is_static and effort.bound({}) <= INLINE_EFFORT
+    return is_static(region) and Effort.of(region).bound({}) <= INLINE_EFFORT
 
 
 def _shape_only(array: DeviceArray | None, crossing: Crossing | None) -> torch.Tensor:

@@ -178,9 +178,9 @@ class Timepoint:
         pending = [self]
         while pending:  # those far back first; of any length, so without recursion
             point = pending[-1]
-            if not point._is_settled():
+            if not point.is_settled():
                 # A program that does not need what it waits for may end before that does.
-                unknown = [p for p in point._after if not p._is_settled() and p._has_signalled()]
+                unknown = [p for p in point._after if not p.is_settled() and p._has_signalled()]
                 if unknown:
                     pending += unknown
                     continue
@@ -189,7 +189,8 @@ class Timepoint:
             pending.pop()
         return self.reached
 
-    def _is_settled(self) -> bool:
+    def is_settled(self) -> bool:
+        """Say whether it is known how the work has ended, well or not; asks nobody."""
         return self.reached or self._error is not None
 
     def _has_signalled(self) -> bool:
@@ -311,7 +312,7 @@ def are_observed() -> bool:
 
 def submitted(point: Timepoint) -> Timepoint:
     """Announce the end of a piece of work that has just been submitted; returns it."""
-    if not point.reached:  # else: it ran on the calling thread, and leaves the queue as it was
+    if not point.is_settled():  # else: it ran on the calling thread, and leaves the queue as it was
         _LATEST.point = point
     for observer in _OBSERVERS:
         observer(point)

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import npu_iree
+import npu_iree.runner as runner_module
 from lowering.capture import capture_aot
 from lowering.decompositions import decomposition_table
 from npu_iree.aot_graph import compile_graph
@@ -242,6 +243,13 @@ def test_each_of_many_alike_is_bound_where_it_belongs(
     assert cold_counts["compiles"] == 1
 
 
+@pytest.fixture
+def queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No call is small: what is submitted may wait."""
+    monkeypatch.setattr(runner_module, "INLINE_EFFORT", 0)
+
+
+@pytest.mark.usefixtures("queued")
 def test_a_call_under_way_keeps_the_weights_that_it_began_with(target: str) -> None:
     """What is made of a weight is written where it lies, what is used as it is, swapped."""
 
@@ -267,6 +275,7 @@ def test_a_call_under_way_keeps_the_weights_that_it_began_with(target: str) -> N
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("queued")
 def test_after_work_that_failed_all_weights_are_bound_again(
     model: TwoLayers, inputs: tuple[torch.Tensor, torch.Tensor], target: str
 ) -> None:
