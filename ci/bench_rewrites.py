@@ -55,6 +55,8 @@ _FLAGS = {
 _FUNCTIONS: Mapping[str, Sequence[tuple[Any, str]]] = {
     "reading ahead": [(flow_to_vmfb, "read_ahead")],
     "next panel": [(read_ahead, "read_next_panel")],
+    "merging": [(flow_to_vmfb, "sort_rows")],
+    "firsts": [(linalg_to_flow, "read_first")],
     "rows ahead": [(flow_to_vmfb, "read_rows_ahead")],
     "few rows": [(linalg_to_flow, "mark_few_rows")],
     "row programs": [(linalg_to_flow, "join_rows")],
@@ -281,6 +283,9 @@ CASES = {
     "product of f16": Case(
         lambda x, w: torch.mm(x.half(), w.half()), [(128, 512), (512, 1024)], "halves"
     ),
+    "sort 64 rows of 1000": Case(lambda x: x.sort(-1), [(64, 1000)], "merging"),
+    "sort 1000 rows by columns": Case(lambda x: x.sort(0)[0], [(1000, 64)], "merging"),
+    "top 8 of 1024 rows of 256": Case(lambda x: x.topk(8), [(1024, 256)], "firsts"),
     "residual of 8x128x768": Case(
         _residual, [(8, 128, 768), (8, 128, 768), (768, 768)], "matrices"
     ),

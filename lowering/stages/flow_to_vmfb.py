@@ -15,6 +15,7 @@ from lowering.stages.code.multiply_tiles import multiply_tiles
 from lowering.stages.code.pack_whole_tiles import pack_whole_tiles
 from lowering.stages.code.read_ahead import read_ahead
 from lowering.stages.code.read_rows_ahead import read_rows_ahead
+from lowering.stages.code.sort_rows import sort_rows
 from lowering.stages.code.write_erf import write_erf
 from lowering.stages.flow.bind_functions import add_bind_functions
 from lowering.stages.ir.symbols import walk
@@ -27,7 +28,8 @@ def flow_to_vmfb(flow_asm: str, options: CompileOptions) -> bytes:
     With `options.rebind`, one changed weight can be bound without loading the module, and so the
     other weights, again (`lowering.stages.flow.bind_functions`).
 
-    For a CPU, the error function is one polynomial (`lowering.stages.code.write_erf`).
+    For a CPU, the error function is one polynomial (`lowering.stages.code.write_erf`), and rows are
+    sorted by merging (`lowering.stages.code.sort_rows`).
 
     With data tiling, products read ahead where the CPU does not do so well enough by itself
     (`read_ahead`, `read_rows_ahead` in `lowering.stages.code`), or use the CPU's matrix unit
@@ -81,6 +83,9 @@ def _write_code(session: IreeSession, module: Any, options: CompileOptions) -> N
             block_convolutions(module, features)
             pack_whole_tiles(module)
     session.compile(module, begin="executable-configurations", end="executable-targets")
+    if options.is_for_cpu:
+        with session.context:
+            sort_rows(module)
     if is_tiled:
         with session.context:
             multiply_tiles(module, features)

@@ -13,6 +13,7 @@ from lowering.stages.flow.convert_by_floats import convert_by_floats
 from lowering.stages.flow.keep_rounding import keep_rounding
 from lowering.stages.flow.know_sizes import know_sizes
 from lowering.stages.flow.read_by_rows import mark_few_rows, read_by_rows
+from lowering.stages.flow.read_first import read_first
 from lowering.stages.flow.read_in_place import read_in_place
 from lowering.stages.flow.rows.join import join_rows
 from lowering.stages.flow.separate_packing import separate_packing
@@ -124,6 +125,7 @@ def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) 
             sum_products(module)
             keep_rounding(module)
             convert_by_floats(module)
+            read_first(module)
 
 
 def prepare(session: IreeSession, module: Any, options: CompileOptions) -> None:

@@ -64,6 +64,7 @@ from lowering.stages.code.pack_whole_tiles import pack_whole_tiles
 from lowering.stages.code.product_loops import loop_at
 from lowering.stages.code.read_ahead import read_ahead
 from lowering.stages.code.read_rows_ahead import read_rows_ahead
+from lowering.stages.code.sort_rows import sort_rows
 from lowering.stages.flow.bind_functions import add_bind_functions
 from lowering.stages.flow.read_by_rows import read_by_rows
 from lowering.stages.ir.symbols import device_functions
@@ -362,6 +363,30 @@ def test_a_product_with_a_vector_asks_for_the_next_rows(
         text = str(module)
     assert count(r"llvm\.intr\.prefetch", text) == (8 if ahead else 0)
     assert count(rf"getelementptr %\w+\[{ahead}\]", text) == (8 if ahead else 0)
+
+
+@pytest.mark.parametrize(
+    ("function", "dtype", "unknown", "first"),
+    [
+        (lambda x: x.sort(1), torch.float32, (), []),
+        (lambda x: x.sort(0, descending=True), torch.float16, (), []),
+        (lambda x: x.sort(0)[0], torch.int64, (), []),
+        (lambda x: x.sort(1, descending=True)[0], torch.int8, (0, 1), []),
+        (lambda x: x.topk(5, 0), torch.float64, (), ["5"]),
+        (lambda x: x.topk(3, 1, largest=False)[0], torch.float32, (0, 1), ["3"]),
+    ],
+)
+def test_rows_are_sorted_by_a_function_and_no_further_than_they_are_read(
+    function: Callable[..., Any], dtype: torch.dtype, unknown: Sequence[int], first: list[str]
+) -> None:
+    ir = Lowered(function, torch.zeros(40, 40, dtype=dtype), unknown=unknown)
+    with device_code(ir, "haswell") as (session, module):
+        with session.context:
+            sort_rows(module)
+            assert module.operation.verify()
+        text = str(module)
+    assert count(r"llvm\.call @npu_iree\.sort\.\w+\(", text) == 1
+    assert re.findall(r"npu_iree\.first = (\d+)", text) == first
 
 
 @pytest.mark.parametrize("cpu", ["haswell", "znver4"])

@@ -7,7 +7,8 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from lowering.stages.code.product_loops import Loop, loop_at, successors
+from lowering.stages.code.branches import branch, go_on_elsewhere
+from lowering.stages.code.product_loops import Loop, loop_at
 from lowering.stages.code.tile_functions import (
     LENT,
     PARTS_BYTES,
@@ -113,7 +114,7 @@ def _enter(loop: Loop, lent: Any, product: Any, parts: Any, state: Any) -> None:
 
     outer, *inner = loop.levels
     k, sums = outer.header.arguments
-    attempt, others = _go_on_elsewhere(outer.header)
+    attempt, others = go_on_elsewhere(outer.header)
     call, done = (others.create_before() for _ in range(2))
     with ir.InsertionPoint(attempt):
         begin = {k: k} | {level.header.arguments[0]: level.begin for level in inner}
@@ -127,45 +128,14 @@ def _enter(loop: Loop, lent: Any, product: Any, parts: Any, state: Any) -> None:
             there = {**begin, here: then}
             ahead += [loop.copy(pointer, there) for pointer in (loop.rows[0], loop.panel)]
         can, *strides = put(_can(loop), [k, lent, panel, *ahead, *rows])
-        _branch(can, call, others)
+        branch(can, call, others)
     with ir.InsertionPoint(call):
         given = [rows[0], panel, product, parts, state, *strides]
         (is_right,) = put(_call(loop), given)
-        _branch(is_right, done, others)
+        branch(is_right, done, others)
     with ir.InsertionPoint(done):
         sums, last = put(_add(loop), [sums, product])
         ir.Operation.create("llvm.br", operands=[last, sums], successors=[outer.header])
-
-
-def _go_on_elsewhere(header: Any) -> tuple[Any, Any]:
-    """Have a loop go on to a new block; return that, and another new one, which goes on as before.
-
-    Nothing refers to the old end when this returns: another op may take its place in memory, which
-    the bindings would take for the one that is erased.
-    """
-    from iree.compiler import ir
-
-    (*_, end) = header.operations
-    body, leave = successors(end)
-    attempt, others = (body.create_before() for _ in range(2))
-    with ir.InsertionPoint(others):
-        ir.Operation.create("llvm.br", operands=list(end.operands)[1:], successors=[body])
-    with ir.InsertionPoint(end):
-        _branch(end.operands[0], attempt, leave)
-    end.operation.erase()
-    return attempt, others
-
-
-def _branch(condition: Any, one: Any, other: Any) -> None:
-    from iree.compiler import ir
-
-    sizes = ir.DenseI32ArrayAttr.get([1, 0, 0])
-    ir.Operation.create(
-        "llvm.cond_br",
-        operands=[condition],
-        successors=[one, other],
-        attributes={"operandSegmentSizes": sizes},
-    )
 
 
 # A pointer to a worker's own memory is at byte 16 of `iree_hal_executable_workgroup_state_v0_t`.

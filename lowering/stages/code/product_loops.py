@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lowering.stages.code.branches import is_next, successors
 from lowering.stages.ir.matrix_unit import COLUMNS, DEPTH
 from lowering.stages.ir.symbols import constant_of, maker_of
 
@@ -126,7 +127,7 @@ def _levels_at(header: Any, begin: Any = None) -> list[Level] | None:
     if any(op.operation.name in _EFFECTS for op in before):
         return None
     if on.operation.name == "llvm.br" and on.operation.successors[0] == header:
-        return [level] if _is_next(on.operands[0], k) else None
+        return [level] if is_next(on.operands[0], k) else None
     inside, given = successors(on)[0], list(on.operands)[-2:]
     if len(given) < 2 or given[1] != sums or constant_of(given[0]) != 0:
         return None
@@ -138,13 +139,8 @@ def _levels_at(header: Any, begin: Any = None) -> list[Level] | None:
     is_back = back.operation.name == "llvm.br" and back.operation.successors[0] == header
     if not is_back or any(op.operation.name in _EFFECTS for op in before):
         return None
-    is_same = _is_next(back.operands[0], k) and back.operands[1] == inside.arguments[1]
+    is_same = is_next(back.operands[0], k) and back.operands[1] == inside.arguments[1]
     return [level, *levels] if is_same else None
-
-
-def _is_next(value: Any, k: Any) -> bool:
-    is_sum = maker_of(value) == "llvm.add" and value.owner.operands[0] == k
-    return is_sum and constant_of(value.owner.operands[1]) == 1
 
 
 def _is_added(row: Any, panel: Any, sums: Any, index: int) -> bool:
@@ -164,9 +160,3 @@ def _is_added(row: Any, panel: Any, sums: Any, index: int) -> bool:
     uses = [use.owner.operation for use in value.results[0].uses]
     positions = [list(op.attributes["position"]) for op in (sum_.owner, *uses)]
     return [use.name for use in uses] == ["llvm.insertvalue"] and positions == [[index]] * 2
-
-
-def successors(op: Any) -> list[Any]:
-    """Return the blocks that an op goes on to, such that they outlive it."""
-    blocks = list(op.operation.block.region.blocks)
-    return [block for one in op.operation.successors for block in blocks if block == one]
