@@ -52,7 +52,8 @@ def convolution(
     Channels are last; what lies between two of them stays so (`lowering.rewrites.channels_last`).
     Images are written so where the windows are of one element, or next to each other, or the
     images are small; volumes are images (`lowering.decompositions.volumes`). Of each channel by
-    itself (`groups` is C and F), it is a sum of products, but for images of float32:
+    itself (`groups` is C and F), it is a sum of products, but for images of float32. Groups of
+    halves are convolved as floats.
 
     After:  %y = permute(slice(%p, 1, 0, ...) * %w[:, 0, 0] + slice(%p, 1, 1, ...) * ..., ...)
 
@@ -62,7 +63,7 @@ def convolution(
         weight: `[F, C / groups, ...]`.
         bias: `[F]` or None.
         window: of the convolution.
-        groups: 1, or C and F.
+        groups: 1, or C and F; of images of halves, any.
     """
     if not is_static(weight):
         return NotImplemented
@@ -75,6 +76,8 @@ def convolution(
     is_known = are_known(last.shape[1:-1])
     if can_write and is_known and groups == x.shape[1] == weight.shape[0]:
         y = _by_channel(last, weight, window) if _is_sum(x) else NotImplemented
+    elif groups > 1 and x.dtype in HALVES and x.dim() == 4 and is_known:
+        y = convolved(widened(x), widened(weight), window, groups).permute(to_last(4))
     elif groups == 1 and ((can_write and x.dim() == 3) or is_images(x, weight)):
         y = _product(last, weight, window)
         if y is NotImplemented and not are_known(last.shape[2:3]):

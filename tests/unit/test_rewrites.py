@@ -140,6 +140,19 @@ def test_each_channel_by_itself_in_two_dimensions(data: st.DataObject) -> None:
     assert_same(rewritten(x, weight), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_groups_of_halves_are_convolved_as_floats(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 8, 5, 6), (12, 2, 3, 3), (12,)
+    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+    def convolve(*given: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.conv2d(*given, stride=2, padding=1, groups=4)
+
+    rewritten = rewrite(graph_of(convolve, *tensors), TARGET)
+    assert_same(rewritten(*tensors), convolve(*(t.float() for t in tensors)).to(dtype))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_volumes_are_images(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
