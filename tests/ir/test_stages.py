@@ -145,7 +145,12 @@ def device_code(ir: dict[str, str], cpu: str) -> Iterator[tuple[IreeSession, Any
 
 @contextmanager
 def convolution(
-    cpu: str, x: torch.Tensor, weight: torch.Tensor, window: Any, weights: int = 1
+    cpu: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    window: Any,
+    weights: int = 1,
+    unknown: Sequence[int] = (),
 ) -> Iterator[tuple[IreeSession, Any]]:
     """A convolution and what follows it, with channels last; its dispatches are formed."""
     ir = Lowered(
@@ -153,6 +158,7 @@ def convolution(
         x,
         weight,
         weights=weights,
+        unknown=unknown,
     )
     (flags,) = (c.flags for c in target_for(cpu).candidates if c.name == "channels-last-packed")
     options = CompileOptions(flags=flags, parameters={"main": ("w",)[:weights]})
@@ -1095,6 +1101,15 @@ def test_convolutions_in_groups_are_computed_in_blocks_of_a_row(
             multiplied = re.findall(r"llvm\.intr\.fmuladd\(.*(vector<\d+xf32>)", str(module))
             width, columns = block
             assert Counter(multiplied) == {f"vector<{columns}xf32>": width}
+
+
+def test_groups_of_any_number_of_images_are_computed_so_too() -> None:
+    tensors = torch.zeros(2, 64, 20, 28), torch.zeros(64, 16, 3, 3)
+    window = {"padding": 1, "groups": 4}
+    with convolution("haswell", *tensors, window, unknown=[0]) as (_, module):
+        text = str(module)
+    assert count(r"affine\.(max|min)", text) == 4
+    assert count(r"npu_iree\.convolution", text) == 0
 
 
 @pytest.mark.parametrize(("cpu", "products"), [("haswell", 1), ("nehalem", 0)])

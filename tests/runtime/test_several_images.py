@@ -153,11 +153,13 @@ def test_a_weight_that_changes_is_packed_anew() -> None:
 
 
 def test_images_of_known_and_unknown_numbers() -> None:
-    """A block is of a known number of images; of any number, rows are strips, as before."""
-    weight = torch.randn(64, 16, 3, 3)
+    """A block is of a known number of images, or, in groups, of places; else, rows are strips."""
+    weight, of_groups = torch.randn(64, 16, 3, 3), torch.randn(32, 8, 3, 3)
 
-    def convolve(x: torch.Tensor) -> torch.Tensor:
-        return F.conv2d(x, weight, padding=1).relu()
+    def convolve(x: torch.Tensor) -> list[torch.Tensor]:
+        grouped = F.conv2d(x, of_groups, x.new_ones(32), padding=1, groups=2)
+        sums = (grouped + x.mean((1, 2, 3), keepdim=True)).relu()
+        return [F.conv2d(x, weight, padding=1).relu(), sums, grouped.softmax(1)]
 
     fast = compiled(convolve)
     for count in (8, 4, 7):

@@ -1,4 +1,4 @@
-"""Convolve several images at a time, place by place, and only where a window is inside of them."""
+"""Convolve several images, or places, at a time, and only where a window is inside of them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lowering.stages.ir.device_programs import (
     LOAD,
     STORE,
     argument_type,
+    compute_workgroups,
     dispatches_of,
     entries_of,
     entry_of,
@@ -28,19 +29,32 @@ from lowering.stages.ir.device_programs import (
     put_program,
     set_type,
     set_workgroups,
+    sizes_in_program,
     tell_flops,
 )
 from lowering.stages.ir.structured import inputs_of
 from lowering.stages.ir.symbols import inside, maker_of, ops_of, symbol_of
 from lowering.stages.ir.templates import clones, put, tiles_of_product
-from lowering.stages.ir.types import dtype_of, floats
+from lowering.stages.ir.types import dtype_of, floats, sizes_of
 
+# How many work items there are, of any number of images.
+_WORKGROUPS = """
+func.func @counts(%n: index) -> (index, index, index) {{
+  %rows = arith.constant {rows} : index
+  %panels = arith.constant {panels} : index
+  return %rows, %panels, %n : index, index, index
+}}
+"""
+# What tells sizes, or is no work.
+_KEPT = frozenset(
+    {"arith.constant", "flow.dispatch.tie_shape", "iree_tensor_ext.dispatch.workload.ordinal"}
+)
 # What followers do not compute: they load and make it anew.
 _SOURCES = frozenset({"arith.constant", "tensor.empty", "linalg.fill", LOAD})
 # Of a work item: a row of some images, for the features of a panel. Returns where that is. A block
 # is of a place of all of these images, or of some places of one.
 _LOOPS = """
-func.func @loops(%xs: {xs}, %ws: {ws}) -> (index, index, index) {{
+func.func @loops(%xs: {xs}, %ws: {ws}{sizes}) -> (index, index, index) {{
   %zero = arith.constant 0.0 : f32
   %first = arith.constant 0 : index
   %step = arith.constant 1 : index
@@ -64,7 +78,7 @@ func.func @loops(%xs: {xs}, %ws: {ws}) -> (index, index, index) {{
         %x = affine.apply affine_map<(d0, d1) -> ({x})>(%column, %j)
         %pixels = iree_tensor_ext.dispatch.tensor.load %xs, offsets = [{image}%y, %x, %channel],
             sizes = [{images}1, {places}, {channels}], strides = [{each}1, {apart}, 1]
-            : {xs} -> {pixels}
+            : {xs}{unknown} -> {pixels}
         %factors = iree_tensor_ext.dispatch.tensor.load %ws, offsets = [{panel}%i, %j, 0, 0],
             sizes = [{one}1, 1, {channels}, {columns}], strides = [{one}1, 1, 1, 1]
             : {ws} -> {factors}
@@ -107,6 +121,8 @@ def skip_padding(module: Any) -> None:
     """
     found = [_Program.of(executable) for executable in inside(module, EXECUTABLE)]
     for program in filter(None, found):
+        if not program.can_be_tiled() and program.is_of_any_number:
+            continue
         whole = program if program.can_be_tiled() else program.separated(module)
         for part in whole.by_images(module):
             part.write()
@@ -145,12 +161,17 @@ class _Program:
         return None
 
     @property
-    def _made(self) -> tuple[int, int, int, Sequence[int], int]:
+    def _made(self) -> tuple[Any, int, int, Sequence[int], int]:
         """How many images, rows, columns, panels (one is no dimension) and features there are."""
-        shape = self.op.results[0].type.shape
+        shape: Any = sizes_of(self.op.results[0].type)
         count = [] if self._is_one else [shape[0]]
         height, width, *panels, columns = shape[len(count) :]
         return count[0] if count else 1, height, width, panels, columns
+
+    @property
+    def is_of_any_number(self) -> bool:
+        """Whether it is not known how many images there are."""
+        return self._made[0] is None
 
     @property
     def _is_one(self) -> bool:
@@ -213,13 +234,15 @@ class _Program:
         Returns:
             The program, or two: one for where they are, and one for where they are not.
         """
+        if self.mark.places > 1:
+            return [self]
         dispatches = dispatches_of(module, self.executable)
         places = [place_of(dispatch, self.images) for dispatch in dispatches]
         sources = [
             self._source(module, dispatch.operands[place])
             for dispatch, place in zip(dispatches, places, strict=True)
         ]
-        if self.mark.places > 1 or not any(sources):
+        if not any(sources):
             return [self]
         programs = [replace(self, is_padded=False)]
         if not all(sources):
@@ -277,7 +300,8 @@ class _Program:
         count, height, _, panels, columns = self._made
         *_, end = ops_of(self.function)
         with ir.InsertionPoint(end), self.op.location:
-            image, row, panel = put(self._loops(), [self.images, self.panels])
+            given = [self.images, self.panels, *sizes_in_program(self.images)]
+            image, row, panel = put(self._loops(), given)
         *_, loop = self._ops
         (body,) = loop.regions[0].blocks
         *_, nest, end = body.operations
@@ -286,15 +310,19 @@ class _Program:
         tile = Tile(sizes[self._is_one :], where[self._is_one :])
         with ir.InsertionPoint(end):
             write_tiled(followers, sums, nest.operation.results[0], tile)
-        tell_flops(self.function, self._flops())
+        (items,) = panels or [1]
+        if self.is_of_any_number:
+            compute_workgroups(self.executable, _WORKGROUPS.format(rows=height, panels=items))
+        else:
+            tell_flops(self.function, self._flops(count))
+            set_workgroups(self.executable, [height, items, count // self.mark.images])
         for op in reversed(old):
-            if op.name != "arith.constant":
+            if op.name not in _KEPT:
                 op.erase()
-        set_workgroups(self.executable, [height, *(panels or [1]), count // self.mark.images])
 
-    def _flops(self) -> int:
-        """Count the multiplications and additions."""
-        count, height, width, panels, columns = self._made
+    def _flops(self, count: int) -> int:
+        """Count the multiplications and additions, of so many images."""
+        _, height, width, panels, columns = self._made
         *kernel, channels, _ = inputs_of(self.op)[1].type.shape[-4:]
         *sizes, _ = inputs_of(self.op)[0].type.shape[-3:]
         mark, steps = self.mark, 2 * count * channels * math.prod(panels) * columns
@@ -321,6 +349,8 @@ class _Program:
         if places > 1:  # where the window of one is outside of the image, others' are not
             begins[1], ends[1] = "0", str(kernel[1])
         return _LOOPS.format(
+            sizes=", %n: index" if self.is_of_any_number else "",
+            unknown="{%n}" if self.is_of_any_number else "",
             xs=self.images.type,
             ws=self.panels.type,
             count=images,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowering.stages.ir.device_programs import STORE, is_at, is_loaded
+from lowering.stages.ir.device_programs import STORE, is_at, is_loaded, sizes_in_program
 from lowering.stages.ir.structured import inputs_of, is_elementwise, loops_of, maps_of
 from lowering.stages.ir.symbols import maker_of
 from lowering.stages.ir.templates import put
@@ -15,14 +15,14 @@ from lowering.stages.ir.types import dtype_of, tensor
 _LOAD_TILE = """
 func.func @load(%from: {whole}{arguments}) -> {tile} {{
   %tile = iree_tensor_ext.dispatch.tensor.load %from, offsets = [{offsets}], sizes = [{sizes}],
-      strides = [{ones}] : {whole} -> {tile}
+      strides = [{ones}] : {whole}{unknown} -> {tile}
   return %tile : {tile}
 }}
 """
 _STORE_TILE = """
 func.func @store(%to: {whole}, %tile: {tile}{arguments}) {{
   iree_tensor_ext.dispatch.tensor.store %tile, %to, offsets = [{offsets}], sizes = [{sizes}],
-      strides = [{ones}] : {tile} -> {whole}
+      strides = [{ones}] : {tile} -> {whole}{unknown}
   return
 }}
 """
@@ -75,17 +75,20 @@ class Tile:
         self._move(_STORE_TILE, target, dtype_of(value), value)
 
     def _move(self, template: str, whole: Any, dtype: str, *values: Any) -> list[Any]:
-        given = [at for at in self.place if at is not None]
-        names = iter(range(len(given)))
+        given, sizes = [at for at in self.place if at is not None], sizes_in_program(whole)
+        names, unknown = iter(range(len(given))), [f"%n{i}" for i, _ in enumerate(sizes)]
         text = template.format(
             whole=whole.type,
             tile=self.kind(dtype),
-            arguments="".join(f", %at{i}: index" for i in range(len(given))),
+            arguments="".join(
+                f", {name}: index" for name in [*(f"%at{i}" for i, _ in enumerate(given)), *unknown]
+            ),
+            unknown=f"{{{', '.join(unknown)}}}" if unknown else "",
             offsets=", ".join("0" if at is None else f"%at{next(names)}" for at in self.place),
             sizes=", ".join(map(str, self.sizes)),
             ones=", ".join("1" for _ in self.sizes),
         )
-        return put(text, [whole, *values, *given])
+        return put(text, [whole, *values, *given, *sizes])
 
 
 def can_be_tiled(ops: Iterable[Any], value: Any) -> bool:

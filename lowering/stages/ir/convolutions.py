@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowering.stages.ir.tensors import reshaped
+from lowering.stages.ir.types import sizes_of
 
 DENSE, IN_GROUPS = "linalg.conv_2d_nchw_fchw", "linalg.conv_2d_ngchw_gfchw"
 # Beside an op that was marked, by `Mark`.
@@ -66,10 +67,10 @@ def without_count(images: Any) -> Any:
 
     IREE takes dimensions of one element out of device programs, and what marks an op with them.
     """
-    count, *sizes = images.type.shape
+    count, *sizes = sizes_of(images.type)
     return reshaped(images, sizes, _OF_ONE) if count == 1 else images
 
 
-def with_count(images: Any, count: int) -> Any:
+def with_count(images: Any, count: int | None) -> Any:
     """Return what is of so many images, as `without_count` has them, as `[N, H, W, C]`."""
     return reshaped(images, [1, *images.type.shape], _OF_ONE) if count == 1 else images

@@ -211,13 +211,13 @@ def argument_of(value: Any) -> Any:
     return value.owner.operands[0] if maker_of(value) == _TIED else value
 
 
+def sizes_in_program(value: Any) -> list[Any]:
+    """Return the unknown sizes of what is loaded or stored to, as values of the function."""
+    return list(value.owner.operands)[1:] if maker_of(value) == _TIED else []
+
+
 def is_at(op: Any, begin: Sequence[int]) -> bool:
-    """Say whether a load or store of known sizes begins there: of all up to the end, or less."""
-    *_, whole, _, _, _ = segments_of(op)
-    return not whole and _is_from(op, begin)
-
-
-def _is_from(op: Any, begin: Sequence[int]) -> bool:
+    """Say whether a load or store begins there: of all up to the end, or less."""
     *_, whole, offsets, sizes, steps = segments_of(op)
     begins, apart = (list(op.attributes[f"static_{name}"]) for name in ("offsets", "strides"))
     is_known = not (offsets or steps) and sizes == whole
@@ -233,4 +233,4 @@ def is_whole(op: Any) -> bool:
     """Say whether a load or a store is of all that the argument has, in its shape."""
     value, argument = op.operands[:2] if op.name == STORE else (op.results[0], op.operands[0])
     is_all = str(argument.type).endswith(f":{value.type}>")
-    return is_all and _is_from(op, [0] * len(value.type.shape))
+    return is_all and is_at(op, [0] * len(value.type.shape))

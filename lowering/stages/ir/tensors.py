@@ -87,11 +87,11 @@ def padded(value: Any, low: Sequence[int], high: Sequence[int], fill: Any) -> An
     return result
 
 
-def reshaped(value: Any, sizes: Sequence[int], dims: Sequence[Sequence[int]]) -> Any:
+def reshaped(value: Any, sizes: Sequence[int | None], dims: Sequence[Sequence[int]]) -> Any:
     """Return a tensor in another shape, where dimensions of one are each some of the other.
 
     Args:
-        value: the tensor, of known sizes.
+        value: the tensor, of known sizes if the result has more dimensions.
         sizes: of the result.
         dims: for each dimension of the shorter shape, which of the longer it is.
     """

@@ -27,7 +27,7 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value.type, ir.RankedTensorType) and ir.RankedTensorType(value.type).rank > 0
 
 
-def floats(*shape: int) -> str:
+def floats(*shape: int | None) -> str:
     """Write the type of a tensor of float32."""
     return tensor(shape, "f32")
 

@@ -25,7 +25,7 @@ from lowering.stages.ir.structured import is_zeros
 from lowering.stages.ir.symbols import constant_of, inside, maker_of, ops_of
 from lowering.stages.ir.templates import put
 from lowering.stages.ir.tensors import TO_FIRST, TO_LAST, padded, reordered, reshaped
-from lowering.stages.ir.types import floats
+from lowering.stages.ir.types import dtype_of, floats, sizes_of
 
 _ZERO = """
 func.func private @zero() -> f32 {
@@ -35,7 +35,9 @@ func.func private @zero() -> f32 {
 """
 _SUM = """
 func.func private @sum(%x: {y}, %start: {start}) -> {y} {{
-  %empty = tensor.empty() : {y}
+  %first = arith.constant 0 : index
+  %n = tensor.dim %x, %first : {y}
+  %empty = tensor.empty({unknown}) : {y}
   %sum = linalg.generic {{
       indexing_maps = [affine_map<(n, h, w, f) -> (n, h, w, f)>,
                        affine_map<(n, h, w, f) -> ({read})>,
@@ -60,8 +62,10 @@ func.func private @pack(%w: {w}) -> {panels} {{
 # {n} are the images and {g} the panels: if there is one, it is no dimension.
 _CONVOLUTION = """
 func.func private @convolution(%x: {x}, %panels: {panels}) -> {parts} {{
+  %first = arith.constant 0 : index
+  %n = tensor.dim %x, %first : {x}
   %zero = arith.constant 0.0 : f32
-  %unset = tensor.empty() : {parts}
+  %unset = tensor.empty({unknown}) : {parts}
   %zeros = linalg.fill ins(%zero : f32) outs(%unset : {parts}) -> {parts}
   %sums = linalg.generic {{
       indexing_maps = [affine_map<({n}h, w, {g}f, i, j, c) -> ({n}{row}, {column}, {channel}c)>,
@@ -145,14 +149,14 @@ def _is_transpose(op: Any, order: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class _Convolution:
-    """A convolution of images of known sizes.
+    """A convolution of images of known sizes, in groups of any number of images.
 
     Attributes:
         op: whose result it is.
         image: of channels first, without what it is padded with.
         weight: `[F, C / groups, KH, KW]`.
         start: what the sums begin with, of channels first.
-        made: N, H, W, F.
+        made: N, which may not be known, H, W, F.
         columns: features at a time.
         groups: of features, each of which sees channels of its own.
         mark: everything else.
@@ -162,7 +166,7 @@ class _Convolution:
     image: Any
     weight: Any
     start: Any
-    made: Sequence[int]
+    made: tuple[int | None, int, int, int]
     columns: int
     groups: int
     mark: Mark
@@ -174,7 +178,7 @@ class _Convolution:
         panels = self._panels()
         (sums,) = put(self._text(image, panels), [image, panels])
         if self._count > 1:
-            *places, _, _ = sums.type.shape
+            *places, _, _ = sizes_of(sums.type)
             dims = [[d] for d, _ in enumerate(places)]
             panels_of = [len(places), len(places) + 1]
             sums = reshaped(sums, [*places, self.made[-1]], [*dims, panels_of])
@@ -186,7 +190,7 @@ class _Convolution:
             read, start = "f", bias
         else:
             read, start = "n, h, w, f", _with_channels_last(self.start)
-        text = _SUM.format(y=sums.type, start=start.type, read=read)
+        text = _SUM.format(y=sums.type, start=start.type, read=read, unknown=self._unknown)
         (whole,) = put(text, [sums, start])
         return whole
 
@@ -202,6 +206,11 @@ class _Convolution:
         """How many panels there are."""
         return int(self.made[-1]) // self.columns
 
+    @property
+    def _unknown(self) -> str:
+        """The name of the size that is not known, if there is one."""
+        return "%n" if self.made[0] is None else ""
+
     def _panels(self) -> Any:
         """Lay out the weight as `[G, KH, KW, C, 32]`, or as `[KH, KW, C, F]`."""
         if self._count > 1:
@@ -215,7 +224,7 @@ class _Convolution:
 
     def _text(self, image: Any, panels: Any) -> str:
         count, *places, _ = self.made
-        images_there = [count] if count > 1 else []
+        images_there = [count] if count != 1 else []
         panels_there = [self._count] if self._count > 1 else []
         parallel = [*images_there, *places, *panels_there, self.columns]
         of_group = self._count // self.groups
@@ -230,6 +239,7 @@ class _Convolution:
             x=image.type,
             panels=panels.type,
             parts=floats(*parallel),
+            unknown=self._unknown,
             n="n, " if images_there else "",
             g="g, " if panels_there else "",
             channel=first if self.groups > 1 else "",
@@ -262,7 +272,8 @@ def _of_images(op: Any, features: Collection[str]) -> _Convolution | None:
 
 def _in_groups(op: Any, features: Collection[str]) -> _Convolution | None:
     """Read a convolution in groups off; None if it is not written anew."""
-    if (shapes := shapes_of(op)) is None:
+    shapes: Any = [sizes_of(operand.type) for operand in op.operands]
+    if any(None in of[1:] for of in shapes) or {*map(dtype_of, op.operands)} != {"f32"}:
         return None
     _, (groups, made, *_), (*_, width) = shapes
     for most, columns in best_for(features, BLOCKS_IN_GROUPS):
@@ -306,7 +317,8 @@ def _convolution_of(
         columns: features at a time.
     """
     result, image, weight, start = values
-    count, features, height, width = result.results[0].type.shape
+    sizes: Any = sizes_of(result.results[0].type)
+    count, features, height, width = sizes
     _, channels, *kernel = weight.type.shape
     # IREE takes dimensions of one element out of device programs.
     if min(*kernel, height, width, channels) < 2:
@@ -319,7 +331,7 @@ def _convolution_of(
         image=image if padding is None else image.owner.operands[0],
         weight=weight,
         start=start,
-        made=[count, height, width, features],
+        made=(count, height, width, features),
         columns=columns,
         groups=groups,
         mark=Mark(
