@@ -35,6 +35,7 @@ WINDOWS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "in small groups": ((1, 32, 9, 12), (32, 3, 3), {"padding": 1, "stride": 2, "groups": 8}),
     "in large groups": ((4, 6, 7, 10), (96, 3, 2), {"padding": (2, 1), "groups": 2}),
     "in groups, apart": ((1, 20, 8, 7), (32, 2, 3), {"padding": 2, "dilation": 2, "groups": 4}),
+    "in groups of many channels": ((1, 256, 6, 5), (256, 3, 3), {"padding": 1, "groups": 2}),
     "in groups of no whole panels": ((2, 9, 6, 6), (15, 3, 3), {"padding": 1, "groups": 3}),
     "in groups of one channel": ((2, 4, 6, 7), (16, 3, 3), {"padding": 1, "groups": 4}),
     "of each channel by itself": ((2, 12, 9, 8), (12, 5, 5), {"stride": 2, "groups": 12}),

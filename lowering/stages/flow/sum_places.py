@@ -20,7 +20,8 @@ from lowering.stages.ir.templates import put, tiles_of_product
 from lowering.stages.ir.types import floats
 from lowering.stages.linalg.mark_weight_gradients import MARK
 
-# Of a work item: a place of the window, for the channels and features of a group.
+_MOST_SUMS = 1 << 10  # of a work item; IREE begins with zeros in a vector of as many
+# Of a work item: a place of the window, for some channels and all features of a group.
 _LOOPS = """
 func.func @loops(%xs: {xs}, %gradients: {gradients}, %all: {all}) {{
   %zero = arith.constant 0.0 : f32
@@ -33,7 +34,9 @@ func.func @loops(%xs: {xs}, %gradients: {gradients}, %all: {all}) {{
   %i = affine.apply affine_map<(d0) -> (d0 floordiv {wide})>(%place)
   %j = affine.apply affine_map<(d0) -> (d0 mod {wide})>(%place)
   %x = affine.apply affine_map<(d0) -> (d0 * {apart[1]})>(%j)
-  %channel = affine.apply affine_map<(d0) -> (d0 * {channels})>(%group)
+  %block = flow.dispatch.workgroup.id[2] : index
+  %begin = affine.apply affine_map<(d0) -> (d0 * {some})>(%block)
+  %channel = affine.apply affine_map<(d0, d1) -> (d0 * {channels} + d1)>(%group, %begin)
   %feature = affine.apply affine_map<(d0) -> (d0 * {features})>(%group)
   %empty = tensor.empty() : {tile}
   %zeros = linalg.fill ins(%zero : f32) outs(%empty : {tile}) -> {tile}
@@ -41,7 +44,7 @@ func.func @loops(%xs: {xs}, %gradients: {gradients}, %all: {all}) {{
     %more = scf.for %h = %first to %height step %step iter_args(%sum = %before) -> ({tile}) {{
       %y = affine.apply affine_map<(d0, d1) -> (d0 * {stride[0]} + d1 * {apart[0]})>(%h, %i)
       %seen = iree_tensor_ext.dispatch.tensor.load %xs, offsets = [{n}%y, %x, %channel],
-          sizes = [{one}1, {width}, {channels}], strides = [{one}1, {stride[1]}, 1]
+          sizes = [{one}1, {width}, {some}], strides = [{one}1, {stride[1]}, 1]
           : {xs} -> {seen}
       %given = iree_tensor_ext.dispatch.tensor.load %gradients, offsets = [{n}%h, 0, %feature],
           sizes = [{one}1, {width}, {features}], strides = [{one}1, 1, 1]
@@ -55,8 +58,8 @@ func.func @loops(%xs: {xs}, %gradients: {gradients}, %all: {all}) {{
     }}
     scf.yield %more : {tile}
   }}
-  iree_tensor_ext.dispatch.tensor.store %sums, %all, offsets = [%i, %j, %group, 0, 0],
-      sizes = [1, 1, 1, {channels}, {features}], strides = [1, 1, 1, 1, 1] : {tile} -> {all}
+  iree_tensor_ext.dispatch.tensor.store %sums, %all, offsets = [%i, %j, %group, %begin, 0],
+      sizes = [1, 1, 1, {some}, {features}], strides = [1, 1, 1, 1, 1] : {tile} -> {all}
   return
 }}
 """
@@ -67,11 +70,11 @@ def sum_places(module: Any) -> None:
 
     Before: %sums[i, j, g, c, f] = sum over n, h, w of
                 %x[n, h + i, w + j, g * C + c] * %d[n, h, w, g * F + f]
-    After:  for each place i, j of the window, and group g:
+    After:  for each place i, j of the window, group g, and some channels c of it:
                 %tile = 0
                 for n in 0..N, h in 0..H:
                     %tile[c, f] += sum over w of %x[n, h + i, w + j, ...] * %d[n, h, w, ...]
-                %sums[i, j, g] = %tile
+                %sums[i, j, g, c] = %tile
 
     Args:
         module: one in flow, its dispatches formed
@@ -103,7 +106,7 @@ def _write(executable: Any, function: Any, op: Any) -> None:
     (*_, height, width, _), places = values[1].type.shape, sums[0] * sums[1]
     count = _count_of(values[1])
     tell_flops(function, 2 * count * height * width * places * groups * channels * features)
-    set_workgroups(executable, [places, groups, 1])
+    set_workgroups(executable, [places, groups, channels // _channels_at_a_time(op)])
     for left in reversed(old):
         if left.name != "arith.constant":
             left.erase()
@@ -115,10 +118,18 @@ def _count_of(gradient: Any) -> int:
     return count if len(others) == 3 else 1
 
 
+def _channels_at_a_time(op: Any) -> int:
+    """Return how many channels of a group a work item sums: whole blocks that registers hold."""
+    rows, *_ = (int(n) for n in op.attributes[MARK])
+    *_, channels, features = op.results[0].type.shape
+    blocks = [n for n in range(rows, channels + 1, rows) if channels % n == 0]
+    return max((n for n in blocks if n * features <= _MOST_SUMS), default=rows)
+
+
 def _loops(op: Any, arguments: list[Any]) -> str:
     rows, columns, *numbers = (int(n) for n in op.attributes[MARK])
     _, wide, _, channels, features = op.results[0].type.shape
-    gradient = inputs_of(op)[1]
+    gradient, some = inputs_of(op)[1], _channels_at_a_time(op)
     *batch, height, width, _ = gradient.type.shape
     xs, gradients, whole = (argument.type for argument in arguments)
     return _LOOPS.format(
@@ -130,13 +141,14 @@ def _loops(op: Any, arguments: list[Any]) -> str:
         width=width,
         wide=wide,
         channels=channels,
+        some=some,
         features=features,
         stride=numbers[:2],
         apart=numbers[2:],
         n="%n, " if batch else "",
         one="1, " if batch else "",
-        tile=floats(channels, features),
-        seen=floats(width, channels),
+        tile=floats(some, features),
+        seen=floats(width, some),
         given=floats(width, features),
         tiles=tiles_of_product(rows, columns),
     )
