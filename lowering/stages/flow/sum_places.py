@@ -82,9 +82,9 @@ def sum_places(module: Any) -> None:
     """
     for executable in inside(module, EXECUTABLE):
         for function in functions_of(executable):
-            for op in ops_of(function):
-                if MARK in op.attributes:
-                    _write(executable, function, op)
+            marked = [op for op in ops_of(function) if MARK in op.attributes]
+            for op in marked:  # which goes away, with those around it
+                _write(executable, function, op)
 
 
 def _write(executable: Any, function: Any, op: Any) -> None:
