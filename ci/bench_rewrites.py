@@ -61,6 +61,7 @@ _FUNCTIONS: Mapping[str, Sequence[tuple[Any, str]]] = {
     "few rows": [(linalg_to_flow, "mark_few_rows")],
     "row programs": [(linalg_to_flow, "join_rows")],
     "panels": [(linalg_to_flow, "read_in_panels")],
+    "moved": [(read_in_panels, "_is_moved")],
     "channels last": [(linalg_to_flow, "put_channels_last")],
     "registers": [(flow_to_vmfb, "block_convolutions")],
     "whole tiles": [(flow_to_vmfb, "pack_whole_tiles")],
@@ -199,6 +200,9 @@ CASES = {
     "mm 128x768x768 in panels": Case(functional.linear, [(128, 768), (768, 768)], "panels"),
     "mm 197x768x3072 in panels": Case(functional.linear, [(197, 768), (3072, 768)], "panels"),
     "mm 1500x512x512 in panels": Case(functional.linear, [(1500, 512), (512, 512)], "panels"),
+    "mm 1376x256 of 512 rows, moved": Case(
+        lambda g, x: g.t() @ x, [(512, 1376), (512, 256)], "moved"
+    ),
     "bmm 8x250x1500x64 in panels": Case(torch.bmm, [(8, 250, 1500), (8, 1500, 64)], "panels"),
     "mm 128x768x3072 by a unit": Case(functional.linear, [(128, 768), (3072, 768)], "matrix unit"),
     "mm 64x1024x2816 by a unit": Case(functional.linear, [(64, 1024), (2816, 1024)], "matrix unit"),

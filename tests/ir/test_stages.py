@@ -930,6 +930,14 @@ def test_products_of_any_rows_ask_for_the_next_panel() -> None:
         assert [loop.height for loop in loops] == [12, 4]
 
 
+@pytest.mark.parametrize(("columns", "programs"), [(64, 3), (48, 2)])
+def test_rows_of_a_large_product_are_moved_once(columns: int, programs: int) -> None:
+    """The gradient of a weight: each panel would read columns of what is summed over."""
+    tensors = torch.zeros(96, 512), torch.zeros(96, columns)
+    flow = lowered_for("haswell", lambda g, x: g.t() @ x, *tensors)
+    assert count("flow.dispatch @", flow) == programs
+
+
 def test_keys_of_any_batch_are_moved_as_rows() -> None:
     """Not number by number: the product reads them transposed."""
 
