@@ -254,6 +254,16 @@ CASES = {
         [(1, 256, 56, 56), (256, 8, 3, 3)],
         "groups",
     ),
+    "conv2d 1-20 k5 of 64x28": Case(
+        lambda x, w: functional.conv2d(x, w, None, 1, 2),
+        [(64, 1, 28, 28), (20, 1, 5, 5)],
+        "groups",
+    ),
+    "conv2d 64-3 k3 of 64": Case(
+        lambda x, w: functional.conv2d(x, w, None, 1, 1),
+        [(1, 64, 64, 64), (3, 64, 3, 3)],
+        "groups",
+    ),
     "conv2d gradient of the weight, 4 groups": Case(
         lambda x, g: torch.nn.grad.conv2d_weight(x, (64, 16, 3, 3), g, 1, 1, 1, 4),
         [(2, 64, 28, 28), (2, 64, 28, 28)],

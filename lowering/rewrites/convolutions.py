@@ -170,7 +170,9 @@ def is_left_to_blocks(
     kernel: Sequence[int],
     sizes: Sequence[int],
 ) -> bool:
-    """Say whether a convolution of images is left whole: blocks of several images skip padding.
+    """Say whether a convolution of images is left whole, to blocks that registers hold.
+
+    Those of several images skip padding; those of a row take any features, and one channel.
 
     Args:
         x: the images, or the gradient of such.
@@ -180,14 +182,14 @@ def is_left_to_blocks(
     Source: what `lowering.stages.linalg.mark_convolutions` takes, on each kind of CPU that it is
         for.
     """
-    if x.dtype is not torch.float32 or not are_known(x.shape[:1]):
-        return False
-    if not known_to_have(_VECTORS) or known_to_have(_MATRIX_UNIT):
-        return False
     made, read = channels
-    is_whole = any(x.shape[0] % n == 0 for n in _IMAGES) and made % _FEATURES == 0
-    is_large = min(read, *kernel, *sizes) > 1
-    return is_whole and is_large and math.prod(kernel) <= math.prod(sizes)
+    is_large = min(*kernel, *sizes) > 1 and math.prod(kernel) <= math.prod(sizes)
+    if x.dtype is not torch.float32 or not known_to_have(_VECTORS) or not is_large:
+        return False
+    if made % _FEATURES or read == 1:
+        return True
+    are_known_images = are_known(x.shape[:1]) and not known_to_have(_MATRIX_UNIT)
+    return are_known_images and any(x.shape[0] % n == 0 for n in _IMAGES)
 
 
 def is_worth_writing(x: torch.Tensor, sizes: Sequence[int], places: int) -> bool:

@@ -1065,7 +1065,7 @@ def test_a_block_is_of_several_images_where_rows_are_narrow(
         ("skylake-avx512", 8, 16, 8, 16),
         ("haswell", 9, 24, 9, 8),
         ("skylake-avx512", 29, 64, None, 32),  # no whole number of blocks
-        ("skylake-avx512", 8, 72, None, 32),
+        ("skylake-avx512", 8, 72, 20, 16),  # places of a row, and columns over
         ("sapphirerapids", 8, 64, None, 32),  # whose unit is faster
         ("nehalem", 8, 64, None, 32),
     ],
@@ -1073,7 +1073,10 @@ def test_a_block_is_of_several_images_where_rows_are_narrow(
 def test_several_images_are_convolved_at_a_time_without_their_padding(
     cpu: str, images: int, features: int, rows: int | None, columns: int
 ) -> None:
-    """All sums of a block are in registers, and are only of what windows see of the images."""
+    """All sums of a block are in registers, and are only of what windows see of the images.
+
+    Of features that no panel has, places of a row are, which leave out rows of the padding alone.
+    """
     tensors = torch.zeros(images, 16, 20, 20), torch.zeros(features, 16, 3, 3)
     with convolution(cpu, *tensors, {"padding": 1}) as (session, module):
         bounds = count(r"affine\.(max|min)", str(module))
@@ -1087,12 +1090,13 @@ def test_several_images_are_convolved_at_a_time_without_their_padding(
 @pytest.mark.parametrize(
     ("cpu", "groups", "places", "block"),
     [
-        ("skylake-avx512", 2, 28, (7, 32)),
+        ("skylake-avx512", 2, 28, (10, 32)),
         ("skylake-avx512", 4, 28, (14, 16)),
-        ("haswell", 4, 28, (4, 16)),
-        ("haswell", 8, 28, (7, 8)),
+        ("haswell", 4, 30, (6, 16)),
+        ("haswell", 4, 29, (6, 16)),  # the last block begins within the one before
+        ("haswell", 8, 28, (10, 8)),
         ("haswell", 16, 30, (10, 4)),
-        ("haswell", 4, 29, None),  # no whole number of blocks
+        ("haswell", 64, 30, None),  # each channel by itself
         ("haswell", 32, 28, None),
         ("nehalem", 4, 28, None),
     ],
@@ -1103,7 +1107,37 @@ def test_convolutions_in_groups_are_computed_in_blocks_of_a_row(
     """All sums of a block are in registers; rows of the padding are left out."""
     tensors = torch.zeros(1, 64, 20, places), torch.zeros(64, 64 // groups, 3, 3)
     with convolution(cpu, *tensors, {"padding": 1, "groups": groups}) as (session, module):
-        assert count(r"affine\.(max|min)", str(module)) == (4 if block is not None else 0)
+        has_rest = block is not None and places % block[0] > 0
+        bounds = 0 if block is None else 4 + has_rest
+        assert count(r"affine\.(max|min)", str(module)) == bounds
+        if block is not None:
+            session.compile(module, begin="flow", end="executable-targets")
+            multiplied = re.findall(r"llvm\.intr\.fmuladd\(.*(vector<\d+xf32>)", str(module))
+            width, columns = block
+            assert Counter(multiplied) == {f"vector<{columns}xf32>": width}
+
+
+@pytest.mark.parametrize(
+    ("cpu", "channels", "features", "places", "block"),
+    [
+        ("haswell", 1, 64, 30, (6, 16)),
+        ("haswell", 16, 6, 28, (10, 8)),
+        ("haswell", 16, 3, 29, (10, 4)),
+        ("haswell", 1, 20, 30, (10, 8)),
+        ("haswell", 16, 64, 28, None),
+        ("skylake-avx512", 1, 20, 30, (10, 32)),
+        ("skylake-avx512", 16, 6, 29, (15, 8)),
+        ("sapphirerapids", 1, 64, 30, (10, 32)),
+        ("nehalem", 1, 64, 28, None),
+    ],
+)
+def test_few_features_and_one_channel_are_computed_in_blocks_of_a_row(
+    cpu: str, channels: int, features: int, places: int, block: tuple[int, int] | None
+) -> None:
+    """Features that no panel has are padded; one channel is no loop, nor a dimension."""
+    tensors = torch.zeros(1, channels, 20, places), torch.zeros(features, channels, 3, 3)
+    with convolution(cpu, *tensors, {"padding": 1}) as (session, module):
+        assert count("scf.for", str(module)) == (3 if block is not None else 0)
         if block is not None:
             session.compile(module, begin="flow", end="executable-targets")
             multiplied = re.findall(r"llvm\.intr\.fmuladd\(.*(vector<\d+xf32>)", str(module))
@@ -1112,7 +1146,7 @@ def test_convolutions_in_groups_are_computed_in_blocks_of_a_row(
 
 
 def test_groups_of_any_number_of_images_are_computed_so_too() -> None:
-    tensors = torch.zeros(2, 64, 20, 28), torch.zeros(64, 16, 3, 3)
+    tensors = torch.zeros(2, 64, 20, 30), torch.zeros(64, 16, 3, 3)
     window = {"padding": 1, "groups": 4}
     with convolution("haswell", *tensors, window, unknown=[0]) as (_, module):
         text = str(module)

@@ -38,6 +38,13 @@ WINDOWS: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "in groups of many channels": ((1, 256, 6, 5), (256, 3, 3), {"padding": 1, "groups": 2}),
     "in groups of no whole panels": ((2, 9, 6, 6), (15, 3, 3), {"padding": 1, "groups": 3}),
     "in groups of one channel": ((2, 4, 6, 7), (16, 3, 3), {"padding": 1, "groups": 4}),
+    "in one-channel groups, of wide panels": ((2, 3, 6, 13), (48, 3, 3), {"groups": 3}),
+    "of one channel": ((2, 1, 13, 17), (64, 3, 3), {"padding": 1}),
+    "of one channel of one image": ((1, 1, 20, 28), (6, 5, 5), {"padding": 2, "stride": 2}),
+    "of one channel and no whole panels": ((8, 1, 9, 11), (20, 3, 2), {"dilation": (1, 2)}),
+    "of one feature": ((4, 5, 9, 13), (1, 3, 3), {"padding": 1}),
+    "of few features": ((1, 16, 7, 20), (3, 3, 3), {"padding": 1}),
+    "of few features, by twos": ((3, 6, 12, 9), (10, 2, 3), {"padding": (0, 1), "stride": 2}),
     "of each channel by itself": ((2, 12, 9, 8), (12, 5, 5), {"stride": 2, "groups": 12}),
 }
 FOLLOWS: dict[str, Follow] = {
@@ -154,13 +161,15 @@ def test_a_weight_that_changes_is_packed_anew() -> None:
 
 
 def test_images_of_known_and_unknown_numbers() -> None:
-    """A block is of a known number of images, or, in groups, of places; else, rows are strips."""
+    """A block is of a known number of images, or of places of a row; else, rows are strips."""
     weight, of_groups = torch.randn(64, 16, 3, 3), torch.randn(32, 8, 3, 3)
+    of_one, of_few = torch.randn(16, 1, 3, 3), torch.randn(5, 16, 3, 3)
 
     def convolve(x: torch.Tensor) -> list[torch.Tensor]:
         grouped = F.conv2d(x, of_groups, x.new_ones(32), padding=1, groups=2)
         sums = (grouped + x.mean((1, 2, 3), keepdim=True)).relu()
-        return [F.conv2d(x, weight, padding=1).relu(), sums, grouped.softmax(1)]
+        few = F.conv2d(x, of_few).tanh(), F.conv2d(x[:, :1], of_one, stride=2)
+        return [F.conv2d(x, weight, padding=1).relu(), sums, grouped.softmax(1), *few]
 
     fast = compiled(convolve)
     for count in (8, 4, 7):

@@ -178,9 +178,9 @@ def test_images(data: st.DataObject) -> None:
         stride, padding, dilation = kernel, [0, 0], [1, 1]
     x, weight = (
         torch.randn(data.draw(st.integers(1, 3)), 4, *pair(1, 20)),
-        torch.randn(3, 4, *kernel),
+        torch.randn(16, 4, *kernel),
     )
-    bias = torch.randn(3) if data.draw(st.booleans()) else None
+    bias = torch.randn(16) if data.draw(st.booleans()) else None
 
     def convolve(*given: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.conv2d(*(*given, None)[:3], stride, padding, dilation)

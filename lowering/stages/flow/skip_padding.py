@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lowering.stages.flow.marked_convolution import MarkedConvolution
 from lowering.stages.flow.tiled_followers import Tile, can_be_tiled, write_tiled
-from lowering.stages.ir.convolutions import Mark
 from lowering.stages.ir.device_programs import (
     DISPATCH,
     EXECUTABLE,
@@ -22,7 +20,6 @@ from lowering.stages.ir.device_programs import (
     entry_of,
     functions_of,
     is_at,
-    is_loaded,
     is_whole,
     place_of,
     put_dispatch,
@@ -34,8 +31,8 @@ from lowering.stages.ir.device_programs import (
 )
 from lowering.stages.ir.structured import inputs_of
 from lowering.stages.ir.symbols import inside, maker_of, ops_of, symbol_of
-from lowering.stages.ir.templates import clones, put, tiles_of_product
-from lowering.stages.ir.types import dtype_of, floats, sizes_of
+from lowering.stages.ir.templates import clones, put
+from lowering.stages.ir.types import dtype_of
 
 # How many work items there are, of any number of images.
 _WORKGROUPS = """
@@ -51,53 +48,14 @@ _KEPT = frozenset(
 )
 # What followers do not compute: they load and make it anew.
 _SOURCES = frozenset({"arith.constant", "tensor.empty", "linalg.fill", LOAD})
-# Of a work item: a row of some images, for the features of a panel. Returns where that is. A block
-# is of a place of all of these images, or of some places of one.
-_LOOPS = """
-func.func @loops(%xs: {xs}, %ws: {ws}{sizes}) -> (index, index, index) {{
-  %zero = arith.constant 0.0 : f32
-  %first = arith.constant 0 : index
-  %step = arith.constant 1 : index
-  %width = arith.constant {width} : index
-  %places = arith.constant {places} : index
-  %row = flow.dispatch.workgroup.id[0] : index
-  %panel = flow.dispatch.workgroup.id[1] : index
-  %block = flow.dispatch.workgroup.id[2] : index
-  %image = affine.apply affine_map<(d0) -> (d0 * {count})>(%block)
-  %above = affine.max affine_map<(d0) -> (0, {above})>(%row)
-  %below = affine.min affine_map<(d0) -> ({high}, {below})>(%row)
-  %channel = affine.apply affine_map<(d0) -> ((d0 floordiv {of_group}) * {channels})>(%panel)
-  scf.for %column = %first to %width step %places {{
-    %left = affine.max affine_map<(d0) -> (0, {left})>(%column)
-    %right = affine.min affine_map<(d0) -> ({wide}, {right})>(%column)
-    %empty = tensor.empty() : {tile}
-    %zeros = linalg.fill ins(%zero : f32) outs(%empty : {tile}) -> {tile}
-    %sums = scf.for %i = %above to %below step %step iter_args(%before = %zeros) -> ({tile}) {{
-      %y = affine.apply affine_map<(d0, d1) -> ({y})>(%row, %i)
-      %more = scf.for %j = %left to %right step %step iter_args(%sum = %before) -> ({tile}) {{
-        %x = affine.apply affine_map<(d0, d1) -> ({x})>(%column, %j)
-        %pixels = iree_tensor_ext.dispatch.tensor.load %xs, offsets = [{image}%y, %x, %channel],
-            sizes = [{images}1, {places}, {channels}], strides = [{each}1, {apart}, 1]
-            : {xs}{unknown} -> {pixels}
-        %factors = iree_tensor_ext.dispatch.tensor.load %ws, offsets = [{panel}%i, %j, 0, 0],
-            sizes = [{one}1, 1, {channels}, {columns}], strides = [{one}1, 1, 1, 1]
-            : {ws} -> {factors}
-        %next = linalg.matmul {{compilation_info = {tiles}}}
-            ins(%pixels, %factors : {pixels}, {factors}) outs(%sum : {tile}) -> {tile}
-        scf.yield %next : {tile}
-      }}
-      scf.yield %more : {tile}
-    }}
-  }}
-  return %image, %row, %panel : index, index, index
-}}
-"""
 
 
 def skip_padding(module: Any) -> None:
     """Write marked convolutions as loops over the places of a window that are inside of an image.
 
-    Or a few places of one image, for convolutions in groups; these skip rows of the padding only.
+    Or a few places of one image, for convolutions in groups, of one channel or of few features;
+    these skip rows of the padding only. Where a row is no whole number of blocks, the last one
+    begins within the one before, and computes the same again.
 
     IREE's loops over a window are of a known number of steps, and multiply what was padded, too: a
     fifth of what 3x3 windows see of 7x7 images, a tenth of 14x14. What computes on the result in
@@ -121,7 +79,7 @@ def skip_padding(module: Any) -> None:
     """
     found = [_Program.of(executable) for executable in inside(module, EXECUTABLE)]
     for program in filter(None, found):
-        if not program.can_be_tiled() and program.is_of_any_number:
+        if not program.can_be_tiled() and program.convolution.is_of_any_number:
             continue
         whole = program if program.can_be_tiled() else program.separated(module)
         for part in whole.by_images(module):
@@ -135,8 +93,7 @@ class _Program:
     Attributes:
         executable: the program.
         function: its function.
-        op: the convolution.
-        mark: what is known of it.
+        convolution: it.
         images: what it reads, `[N, H, W, C]`, as an argument of the function.
         panels: the weight, as another one.
         is_padded: whether the images are.
@@ -144,8 +101,7 @@ class _Program:
 
     executable: Any
     function: Any
-    op: Any
-    mark: Mark
+    convolution: MarkedConvolution
     images: Any
     panels: Any
     is_padded: bool = True
@@ -155,28 +111,10 @@ class _Program:
         """Find the convolution in a program; None if there is none."""
         for function in functions_of(executable):
             for op in ops_of(function):
-                if (mark := Mark.of(op)) is not None and all(map(is_loaded, inputs_of(op))):
+                if (convolution := MarkedConvolution.of(op)) is not None:
                     images, panels = (value.owner.operands[0] for value in inputs_of(op))
-                    return cls(executable, function, op, mark, images, panels)
+                    return cls(executable, function, convolution, images, panels)
         return None
-
-    @property
-    def _made(self) -> tuple[Any, int, int, Sequence[int], int]:
-        """How many images, rows, columns, panels (one is no dimension) and features there are."""
-        shape: Any = sizes_of(self.op.results[0].type)
-        count = [] if self._is_one else [shape[0]]
-        height, width, *panels, columns = shape[len(count) :]
-        return count[0] if count else 1, height, width, panels, columns
-
-    @property
-    def is_of_any_number(self) -> bool:
-        """Whether it is not known how many images there are."""
-        return self._made[0] is None
-
-    @property
-    def _is_one(self) -> bool:
-        """Whether there is one image, which is no dimension either."""
-        return len(inputs_of(self.op)[0].type.shape) == 3
 
     @property
     def _ops(self) -> list[Any]:
@@ -187,29 +125,29 @@ class _Program:
     def _followers(self) -> list[Any]:
         """What computes after the convolution, or stores."""
         ops = self._ops
-        followers = ops[ops.index(self.op) + 1 :]
+        followers = ops[ops.index(self.convolution.op) + 1 :]
         return [op for op in followers if op.name not in _SOURCES]
 
     def can_be_tiled(self) -> bool:
         """Say whether all that follows the convolution can be computed tile by tile."""
-        return can_be_tiled(self._followers, self.op.results[0])
+        return can_be_tiled(self._followers, self.convolution.op.results[0])
 
     def separated(self, module: Any) -> _Program:
         """Give the convolution a program of its own, whose result this one then reads."""
         from iree.compiler import ir
 
-        sums, own = self.op.results[0], [self.images, self.panels]
+        sums, own = self.convolution.op.results[0], [self.images, self.panels]
         name = f"{symbol_of(self.executable)}_convolution"
         made, read = (argument_type(access, sums.type) for access in ("writeonly", "readonly"))
         taken = f"%xs: {own[0].type}, %ws: {own[1].type}, %sums: {made}"
         with ir.InsertionPoint(self.executable):
             alone = put_program(name, name, taken)
         ((block,),) = (function.regions[0].blocks for function in functions_of(alone))
-        loaded = [value.owner for value in inputs_of(self.op)]
+        loaded = [value.owner for value in inputs_of(self.convolution.op)]
         begun = [op for op in self._ops if op.name in _SOURCES and op.name != LOAD]
-        with ir.InsertionPoint(block.operations[0]), self.op.location:
+        with ir.InsertionPoint(block.operations[0]), self.convolution.op.location:
             arguments = dict(zip(own, block.arguments, strict=False))
-            values = clones([*loaded, *begun, self.op], arguments)
+            values = clones([*loaded, *begun, self.convolution.op], arguments)
             Tile.whole(sums.type.shape).store(values[sums], block.arguments[2])
         program = self.of(alone)
         assert program is not None
@@ -221,10 +159,10 @@ class _Program:
             dispatch.operands[places[1]] = new.result
         self.panels.set_type(read)
         set_type(self.function)
-        with ir.InsertionPoint(self.op):
+        with ir.InsertionPoint(self.convolution.op):
             whole = Tile.whole(sums.type.shape).load(self.panels, dtype_of(sums))
         sums.replace_all_uses_with(whole)
-        for op in (self.op, *loaded):
+        for op in (self.convolution.op, *loaded):
             op.erase()
         return program
 
@@ -234,7 +172,7 @@ class _Program:
         Returns:
             The program, or two: one for where they are, and one for where they are not.
         """
-        if self.mark.places > 1:
+        if self.convolution.mark.places > 1:
             return [self]
         dispatches = dispatches_of(module, self.executable)
         places = [place_of(dispatch, self.images) for dispatch in dispatches]
@@ -275,7 +213,7 @@ class _Program:
 
     def _source(self, module: Any, padded: Any) -> Any:
         """Return the images that are copied to be padded; None if they are made otherwise."""
-        if maker_of(padded) != DISPATCH or not any(map(any, self.mark.padding)):
+        if maker_of(padded) != DISPATCH or not any(map(any, self.convolution.mark.padding)):
             return None
         name = entry_of(padded.owner)
         (executable,) = (op for op in inside(module, EXECUTABLE) if symbol_of(op) == name)
@@ -284,7 +222,9 @@ class _Program:
         if [load.name, *(op.name for op in others)] != [LOAD, STORE, "func.return"]:
             return None
         store, _ = others
-        begin, end = ([0, *amounts, 0] for amounts in zip(*self.mark.padding, strict=True))
+        begin, end = (
+            [0, *amounts, 0] for amounts in zip(*self.convolution.mark.padding, strict=True)
+        )
         if not (is_whole(load) and is_at(store, begin)):
             return None
         source = padded.owner.operands[place_of(padded.owner, load.operands[0])]
@@ -296,85 +236,28 @@ class _Program:
         """Write the loops, and what follows the convolution as of their tiles."""
         from iree.compiler import ir
 
-        old, followers, sums = self._ops, self._followers, self.op.results[0]
-        count, height, _, panels, columns = self._made
+        convolution, old, followers = self.convolution, self._ops, self._followers
+        sums, mark = convolution.op.results[0], convolution.mark
+        count, height, _, panels, columns = convolution.made
         *_, end = ops_of(self.function)
-        with ir.InsertionPoint(end), self.op.location:
+        with ir.InsertionPoint(end), convolution.op.location:
             given = [self.images, self.panels, *sizes_in_program(self.images)]
-            image, row, panel = put(self._loops(), given)
+            text = convolution.loops(self.images, self.panels, is_padded=self.is_padded)
+            image, row, panel = put(text, given)
         *_, loop = self._ops
         (body,) = loop.regions[0].blocks
-        *_, nest, end = body.operations
-        where = [image, row, body.arguments[0], *([panel] if panels else []), None]
-        sizes = [self.mark.images, 1, self.mark.places, *(1 for _ in panels), columns]
-        tile = Tile(sizes[self._is_one :], where[self._is_one :])
+        column, *_, nest, end = body.operations
+        where = [image, row, column.operation.results[0], *([panel] if panels else []), None]
+        sizes = [mark.images, 1, mark.places, *(1 for _ in panels), columns]
+        tile = Tile(sizes[convolution.is_one :], where[convolution.is_one :])
         with ir.InsertionPoint(end):
             write_tiled(followers, sums, nest.operation.results[0], tile)
         (items,) = panels or [1]
-        if self.is_of_any_number:
+        if convolution.is_of_any_number:
             compute_workgroups(self.executable, _WORKGROUPS.format(rows=height, panels=items))
         else:
-            tell_flops(self.function, self._flops(count))
-            set_workgroups(self.executable, [height, items, count // self.mark.images])
+            tell_flops(self.function, convolution.flops(count))
+            set_workgroups(self.executable, [height, items, count // mark.images])
         for op in reversed(old):
             if op.name not in _KEPT:
                 op.erase()
-
-    def _flops(self, count: int) -> int:
-        """Count the multiplications and additions, of so many images."""
-        _, height, width, panels, columns = self._made
-        *kernel, channels, _ = inputs_of(self.op)[1].type.shape[-4:]
-        *sizes, _ = inputs_of(self.op)[0].type.shape[-3:]
-        mark, steps = self.mark, 2 * count * channels * math.prod(panels) * columns
-        for places, window, size, step, apart, (before, after) in zip(
-            (height, width), kernel, sizes, mark.stride, mark.dilation, mark.padding, strict=True
-        ):
-            seen = range(before, size - after)
-            steps *= sum(h * step + i * apart in seen for h in range(places) for i in range(window))
-        return int(steps)
-
-    def _loops(self) -> str:
-        _, _, width, panels, columns = self._made
-        *kernel, channels, _ = inputs_of(self.op)[1].type.shape[-4:]
-        *sizes, all_channels = inputs_of(self.op)[0].type.shape[-3:]
-        begins, ends, reads = list[str](), list[str](), list[str]()
-        for size, step, apart, (before, after) in zip(
-            sizes, self.mark.stride, self.mark.dilation, self.mark.padding, strict=True
-        ):
-            begins.append(f"({before} - d0 * {step}) ceildiv {apart}")
-            ends.append(f"({size - after} - d0 * {step}) ceildiv {apart}")
-            skipped = 0 if self.is_padded else before
-            reads.append(f"d0 * {step} + d1 * {apart} - {skipped}")
-        images, places = self.mark.images, self.mark.places
-        if places > 1:  # where the window of one is outside of the image, others' are not
-            begins[1], ends[1] = "0", str(kernel[1])
-        return _LOOPS.format(
-            sizes=", %n: index" if self.is_of_any_number else "",
-            unknown="{%n}" if self.is_of_any_number else "",
-            xs=self.images.type,
-            ws=self.panels.type,
-            count=images,
-            image="" if self._is_one else "%image, ",
-            images="" if self._is_one else f"{images}, ",
-            each="" if self._is_one else "1, ",
-            places=places,
-            apart=self.mark.stride[1] if places > 1 else 1,
-            of_group=math.prod(panels) * channels // all_channels,
-            columns=columns,
-            channels=channels,
-            tiles=tiles_of_product(images * places, columns),
-            width=width,
-            panel="%panel, " if panels else "",
-            one="1, " if panels else "",
-            tile=floats(images * places, columns),
-            pixels=floats(images * places, channels),
-            factors=floats(channels, columns),
-            above=begins[0],
-            left=begins[1],
-            below=ends[0],
-            right=ends[1],
-            high=kernel[0],
-            wide=kernel[1],
-            y=reads[0],
-            x=reads[1],
-        )

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowering.stages.ir.tensors import reshaped
-from lowering.stages.ir.types import sizes_of
+from lowering.stages.ir.tensors import reshaped, squeezed
 
 DENSE, IN_GROUPS = "linalg.conv_2d_nchw_fchw", "linalg.conv_2d_ngchw_gfchw"
 # Beside an op that was marked, by `Mark`.
@@ -21,13 +20,12 @@ BLOCKS: Mapping[frozenset[str], Sequence[tuple[range, int]]] = {
     frozenset({"avx2", "fma"}): ((range(3, 7), 16), (range(3, 13), 8)),
     frozenset(): (),
 }
-# The same of convolutions in groups: places of a row, at most, and features of a group.
-BLOCKS_IN_GROUPS: Mapping[frozenset[str], Sequence[tuple[int, int]]] = {
+# The same of places of a row, at most, instead of images.
+BLOCKS_OF_A_ROW: Mapping[frozenset[str], Sequence[tuple[int, int]]] = {
     frozenset({"avx512f"}): ((12, 32), (24, 16), (24, 8), (24, 4)),
     frozenset({"avx2", "fma"}): ((6, 16), (12, 8), (12, 4)),
     frozenset(): (),
 }
-_OF_ONE = [[0, 1], [2], [3]]  # one image, as such, and as images
 
 
 @dataclass(frozen=True)
@@ -62,15 +60,15 @@ class Mark:
         return f"array<i64: {', '.join(map(str, numbers))}>"
 
 
-def without_count(images: Any) -> Any:
-    """Return images with channels last, one of them as `[H, W, C]`.
+def without_ones(images: Any) -> Any:
+    """Return images with channels last; one of them as `[H, W, C]`, those of one channel without C.
 
     IREE takes dimensions of one element out of device programs, and what marks an op with them.
     """
-    count, *sizes = sizes_of(images.type)
-    return reshaped(images, sizes, _OF_ONE) if count == 1 else images
+    return squeezed(images, [0, 3])
 
 
 def with_count(images: Any, count: int | None) -> Any:
-    """Return what is of so many images, as `without_count` has them, as `[N, H, W, C]`."""
-    return reshaped(images, [1, *images.type.shape], _OF_ONE) if count == 1 else images
+    """Return what is of so many images, and of several features, as `[N, H, W, C]`."""
+    one = [[0, 1], [2], [3]]
+    return reshaped(images, [1, *images.type.shape], one) if count == 1 else images

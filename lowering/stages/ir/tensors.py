@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from lowering.stages.ir.templates import put
@@ -105,6 +106,17 @@ def reshaped(value: Any, sizes: Sequence[int | None], dims: Sequence[Sequence[in
     )
     (result,) = put(text, [value])
     return result
+
+
+def squeezed(value: Any, dims: Collection[int]) -> Any:
+    """Return a tensor without those of some dimensions that are of one element."""
+    sizes = sizes_of(value.type)
+    kept = [d for d, size in enumerate(sizes) if size != 1 or d not in dims]
+    if len(kept) == len(sizes):
+        return value
+    begins = [0, *kept[1:], len(sizes)]
+    merged = [list(range(*pair)) for pair in itertools.pairwise(begins)]
+    return reshaped(value, [sizes[d] for d in kept], merged)
 
 
 def computed(value: Any, dtype: str, body: str, **given: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lowering.cpu import best_for
 from lowering.stages.ir.barrier import behind_barrier
-from lowering.stages.ir.convolutions import BLOCKS_IN_GROUPS, IN_GROUPS, without_count
+from lowering.stages.ir.convolutions import BLOCKS_OF_A_ROW, IN_GROUPS, without_ones
 from lowering.stages.ir.factors import shapes_of
 from lowering.stages.ir.structured import is_zeros
 from lowering.stages.ir.symbols import inside
@@ -77,7 +77,7 @@ def _block_of(op: Any, features: Collection[str]) -> tuple[int, int] | None:
         return None
     if math.prod(places) <= height * width:  # a convolution of images
         return None
-    for most, columns in best_for(features, BLOCKS_IN_GROUPS):
+    for most, columns in best_for(features, BLOCKS_OF_A_ROW):
         if made % columns == 0:
             return max(n for n in range(1, most + 1) if channels % n == 0), columns
     return None
@@ -116,4 +116,4 @@ def _channels_last(value: Any, order: list[int]) -> Any:
     last = reordered(value, order)
     *sizes, groups, channels = last.type.shape
     whole = reshaped(last, [*sizes, groups * channels], [[0], [1], [2], [3, 4]])
-    return behind_barrier(without_count(whole))
+    return behind_barrier(without_ones(whole))
