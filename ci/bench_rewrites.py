@@ -70,6 +70,7 @@ _FUNCTIONS: Mapping[str, Sequence[tuple[Any, str]]] = {
         (linalg_to_flow, "mark_weight_gradients"),
     ],
     "packing": [(linalg_to_flow, "separate_packing")],
+    "packing in shape": [(linalg_to_flow, "pack_in_shape")],
     "several images": [
         (linalg_to_flow, "mark_convolutions"),
         (convolutions, "is_left_to_blocks"),
@@ -290,6 +291,9 @@ CASES = {
     ),
     "conv2d 64-32-3 of 64, 2 images": Case(
         _few_features, [(2, 64, 64, 64), (32, 64, 3, 3), (3, 32, 1, 1)], "packing"
+    ),
+    "mel 80x201 by 2x201x300": Case(
+        lambda x, y: torch.matmul(x, y.square()), [(80, 201), (2, 201, 300)], "packing in shape"
     ),
     "bottleneck 256-64 of 56": Case(
         _bottleneck, [(1, 256, 56, 56), (64, 256, 1, 1), (256, 64, 1, 1)], "channels_last"

@@ -12,6 +12,7 @@ from lowering.stages.call_kernels import link_kernels
 from lowering.stages.flow.convert_by_floats import convert_by_floats
 from lowering.stages.flow.keep_rounding import keep_rounding
 from lowering.stages.flow.know_sizes import know_sizes
+from lowering.stages.flow.pack_in_shape import pack_in_shape
 from lowering.stages.flow.read_by_rows import mark_few_rows, read_by_rows
 from lowering.stages.flow.read_first import read_first
 from lowering.stages.flow.read_in_place import read_in_place
@@ -115,6 +116,7 @@ def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) 
         drop_barriers(module)
         know_sizes(module)
         read_in_place(module)
+        pack_in_shape(module)
         separate_packing(module)
         tell_sizes_apart(module)
         if options.is_for_cpu:

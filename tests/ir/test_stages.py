@@ -1237,6 +1237,22 @@ def test_what_packs_heads_packs_whole_tiles_of_rows(
         session.compile(module, begin="executable-configurations", end="executable-targets")
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, y: (x * 2) @ y.square(),
+        lambda x, y: x[:1].expand(2, -1, -1) @ (y.exp() + y),
+    ],
+)
+def test_what_is_packed_is_computed_in_the_shape_in_which_it_is_packed(
+    function: Callable[..., Any],
+) -> None:
+    """IREE makes one long loop of it, and divides to find where each number goes."""
+    flow = Lowered(function, torch.zeros(2, 20, 31), torch.zeros(2, 31, 45))["linalg-to-flow"]
+    assert "tensor.expand_shape" not in flow
+    assert "2790xf32" not in flow  # all numbers of the second factor
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(384, 1500), (208, 197), (197, 208), (37, 50)])
 def test_a_result_of_no_whole_tiles_is_stored_by_vectors(rows: int, columns: int) -> None:
     """Not read and written again, number by number: Whisper would take 1.17 of the time."""

@@ -63,6 +63,26 @@ def test_products_of_rows_that_were_split(name: str, dim: int | None, counts: Co
     assert counts["host_ops"] == 0
 
 
+PACKED: dict[str, Callable[..., Any]] = {
+    "both factors": lambda x, y: x.square() @ (y * x.mT),
+    "stored, too": lambda x, y: (lambda z: (x @ z, z, z.sum()))(y.square()),
+    "repeated": lambda x, y: x[:1].expand(3, -1, -1) @ (y * y[0, :1]),
+    "a mask": lambda x, y: (x > 0).to(x.dtype) @ torch.where(y > x.mT, y, float("inf")).mT,
+    "columns": lambda x, y: x.flatten(0, 1).mT @ (y.relu() + y[:, :, :1]).reshape(39, 13),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", PACKED)
+def test_products_of_what_is_computed_of_odd_rows(
+    name: str, dtype: torch.dtype, counts: Counter[str]
+) -> None:
+    x, y = (torch.randint(-4, 5, (3, 13, 13)).to(dtype) for _ in range(2))
+    compiled = torch.compile(PACKED[name], backend="npu_iree")
+    assert_same(compiled(x, y), PACKED[name](x, y))
+    assert counts["host_ops"] == counts["refused_flags"] == 0
+
+
 @pytest.mark.parametrize("length", [pytest.param(13, marks=pytest.mark.sweep), 31])
 def test_grouped_attention(length: int) -> None:
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:

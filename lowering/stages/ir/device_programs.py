@@ -13,6 +13,7 @@ from lowering.stages.ir.types import sizes_of
 Sized = tuple[Any, Sequence[Any]]
 DISPATCH, EXECUTABLE, EXPORT = "flow.dispatch", "flow.executable", "flow.executable.export"
 LOAD, STORE = "iree_tensor_ext.dispatch.tensor.load", "iree_tensor_ext.dispatch.tensor.store"
+RESHAPE = "flow.tensor.reshape"
 FLOPS = "npu_iree.flops"  # of a function: those of loops whose steps depend on their place
 _TIED = "flow.dispatch.tie_shape"
 # A program that does nothing yet.
@@ -91,6 +92,23 @@ def put_dispatch(
             "operandSegmentSizes": ir.DenseI32ArrayAttr.get(counts),
         },
     )
+
+
+def reshaped(given: Sized, wanted: Sized) -> Sized:
+    """Give a tensor in the shape of a type, where programs are dispatched."""
+    from iree.compiler import ir
+
+    (value, sizes), (kind, new_sizes) = given, wanted
+    if value.type == kind and list(sizes) == list(new_sizes):
+        return given
+    segments = ir.DenseI32ArrayAttr.get([1, len(sizes), len(new_sizes)])
+    reshape = ir.Operation.create(
+        RESHAPE,
+        results=[kind],
+        operands=[value, *sizes, *new_sizes],
+        attributes={"operandSegmentSizes": segments},
+    )
+    return reshape.result, new_sizes
 
 
 def entries_of(executable: Any) -> Any:

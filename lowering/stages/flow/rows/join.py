@@ -15,11 +15,12 @@ from lowering.stages.flow.rows.read import Shape, read, shape_of_rows
 from lowering.stages.ir.device_programs import (
     DISPATCH,
     EXECUTABLE,
-    Sized,
+    RESHAPE,
     entry_of,
     functions_of,
     made_by,
     put_dispatch,
+    reshaped,
     results_of,
     taken_by,
 )
@@ -29,7 +30,6 @@ from lowering.stages.ir.symbols import inside, origin_of, symbol_of, walk
 _LANES = {frozenset({"avx512f"}): 16, frozenset[str](): 8}  # numbers of a vector
 # Rows that keep all threads busy; of fewer, what computes number by number is joined if it is few.
 _MANY_ROWS, _FEW_NUMBERS = 64, 1 << 16
-_RESHAPE = "flow.tensor.reshape"
 _PLAIN = frozenset({"entry_points", "operandSegmentSizes", "tied_operands"})  # of a dispatch
 
 
@@ -96,7 +96,7 @@ class _Member:
     @property
     def roots(self) -> list[Any]:
         """What it takes, before it was reshaped."""
-        return [origin_of(value, (_RESHAPE,)) for value in self.given]
+        return [origin_of(value, (RESHAPE,)) for value in self.given]
 
     @property
     def shape(self) -> Shape | None:
@@ -161,7 +161,7 @@ class _Group:
         """Return what reads a value, as it is or reshaped, and is no member."""
         for use in value.uses:
             user = use.owner.operation
-            if user.name == _RESHAPE:
+            if user.name == RESHAPE:
                 yield from self._others(user.results[0])
             elif all(user != member.dispatch for member in self.members):
                 yield user
@@ -200,13 +200,13 @@ class _Group:
             sizes = {name: size.put() for (name, known), size in dimensions if known is None}
             places, taken = self.reading.sources.values(), program.taken(sizes)
             operands = [
-                _reshaped(taken_by(dispatch)[i], kind)
+                reshaped(taken_by(dispatch)[i], kind)
                 for (dispatch, i), kind in zip(places, taken, strict=True)
             ]
             new = put_dispatch(written[key], operands, program.made(sizes), list(sizes.values()))
             results = dict(chain.from_iterable(results_of(m.dispatch) for m in self.members))
             for value, made in zip(self._outputs(), results_of(new), strict=True):
-                whole, _ = _reshaped(made, (value.type, results[value]))
+                whole, _ = reshaped(made, (value.type, results[value]))
                 _move_reshapes(value, last.dispatch)
                 value.replace_all_uses_with(whole)
         for member in reversed(self.members):
@@ -307,28 +307,11 @@ def _add(member: _Member, groups: list[_Group], lanes: int) -> bool:
     return False
 
 
-def _reshaped(given: Sized, wanted: Sized) -> Sized:
-    """Reshape a tensor to a type, at the insertion point."""
-    from iree.compiler import ir
-
-    (value, sizes), (kind, new_sizes) = given, wanted
-    if value.type == kind and list(sizes) == list(new_sizes):
-        return given
-    segments = ir.DenseI32ArrayAttr.get([1, len(sizes), len(new_sizes)])
-    reshape = ir.Operation.create(
-        _RESHAPE,
-        results=[kind],
-        operands=[value, *sizes, *new_sizes],
-        attributes={"operandSegmentSizes": segments},
-    )
-    return reshape.result, new_sizes
-
-
 def _move_reshapes(value: Any, before: Any) -> None:
     """Move the reshapes of a value that stand before an op right before it, in order."""
     for use in list(value.uses):
         user = use.owner.operation
-        if user.name == _RESHAPE:
+        if user.name == RESHAPE:
             if user.block == before.block and user.is_before_in_block(before):
                 user.move_before(before)
             _move_reshapes(user.results[0], before)
@@ -338,6 +321,6 @@ def _erase_reshapes(value: Any) -> None:
     """Erase the reshapes of a value that nothing reads."""
     for use in list(value.uses):
         user = use.owner.operation
-        if user.name == _RESHAPE:
+        if user.name == RESHAPE:
             _erase_reshapes(user.results[0])
             user.erase()
