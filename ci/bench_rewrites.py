@@ -70,6 +70,7 @@ _FUNCTIONS: Mapping[str, Sequence[tuple[Any, str]]] = {
         (linalg_to_flow, "mark_weight_gradients"),
     ],
     "packing": [(linalg_to_flow, "separate_packing")],
+    "putting rows": [(linalg_to_flow, "put_rows")],
     "packing in shape": [(linalg_to_flow, "pack_in_shape")],
     "several images": [
         (linalg_to_flow, "mark_convolutions"),
@@ -291,6 +292,11 @@ CASES = {
     ),
     "conv2d 64-32-3 of 64, 2 images": Case(
         _few_features, [(2, 64, 64, 64), (32, 64, 3, 3), (3, 32, 1, 1)], "packing"
+    ),
+    "5000 rows of 64 added into 100": Case(
+        lambda x, y: x.index_add(0, torch.arange(5000) % 100, y),
+        [(100, 64), (5000, 64)],
+        "putting rows",
     ),
     "mel 80x201 by 2x201x300": Case(
         lambda x, y: torch.matmul(x, y.square()), [(80, 201), (2, 201, 300)], "packing in shape"

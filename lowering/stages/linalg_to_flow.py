@@ -13,6 +13,7 @@ from lowering.stages.flow.convert_by_floats import convert_by_floats
 from lowering.stages.flow.keep_rounding import keep_rounding
 from lowering.stages.flow.know_sizes import know_sizes
 from lowering.stages.flow.pack_in_shape import pack_in_shape
+from lowering.stages.flow.put_rows import put_rows
 from lowering.stages.flow.read_by_rows import mark_few_rows, read_by_rows
 from lowering.stages.flow.read_first import read_first
 from lowering.stages.flow.read_in_place import read_in_place
@@ -123,6 +124,7 @@ def form_dispatches(session: IreeSession, module: Any, options: CompileOptions) 
             read_by_rows(module, session.features)
             skip_padding(module)
             sum_places(module)
+            put_rows(module)
             join_rows(module, session.features)
             sum_products(module)
             keep_rounding(module)

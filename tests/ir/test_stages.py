@@ -629,6 +629,18 @@ def test_rows_that_go_by_one_index_are_put_at_once(
     assert re.findall(r"scatter dimension_map = (\[.*?\])", flow) == scatters
 
 
+@pytest.mark.parametrize(
+    ("count", "width", "items"),
+    [(1000, 64, 4), (1000, 48, 3), (300, 64, 2), (40, 64, 1), (1000, 50, 1)],
+)
+def test_rows_are_added_up_in_vectors_by_columns(count: int, width: int, items: int) -> None:
+    """A work item has lines of a cache of its own, and enough to do."""
+    x, y, index = torch.zeros(9, width), torch.zeros(count, width), torch.zeros(count).long()
+    flow = Lowered(lambda *tensors: torch.index_add(tensors[0], 0, *tensors[1:]), x, index, y)
+    assert f"tensor<{width // items}xf32>" in flow["linalg-to-flow"]
+    assert "iree_linalg_ext.scatter" not in flow["linalg-to-flow"]
+
+
 def test_a_residual_of_a_batch_is_added_in_the_program_of_the_product() -> None:
     ir = Lowered(
         lambda x, y, w: torch.relu(torch.nn.functional.linear(x, w) + y),

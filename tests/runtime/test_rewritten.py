@@ -114,3 +114,24 @@ def test_grouped_queries_and_one_written_row_of_a_cache() -> None:
         expected = step(caches[0], index)
         assert_same(compiled(caches[1], index), expected)
         assert_same(caches[1], caches[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("count", "width"), [(1, 1), (7, 13), (300, 64), (9, 20000)])
+def test_rows_that_are_put_where_an_index_says(count: int, width: int, dtype: torch.dtype) -> None:
+    index = torch.randint(0, 9, (count,))
+    places = torch.randperm(9)[:count]
+    y = torch.randint(-9, 9, (count, width)).to(dtype)
+    y[-1, 0], y[0, -1] = float("nan"), float("inf")
+
+    def put(index: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        x, rows = torch.ones(9, width, dtype=dtype), index[:, None].expand(-1, width)
+        return [
+            x.index_add(0, index, y),
+            *(x.scatter_reduce(0, rows, y, kind) for kind in ("amax", "amin")),
+            torch.index_put(x, [index], y[:1].expand(count, -1)),
+            x.index_copy(0, places, y[: len(places)]),
+        ]
+
+    compiled = torch.compile(put, backend="npu_iree")
+    assert_same(compiled(index, y), put(index, y))
