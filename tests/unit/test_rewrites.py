@@ -176,11 +176,12 @@ def test_images(data: st.DataObject) -> None:
     kernel, stride, padding, dilation = pair(1, 6), pair(1, 3), pair(0, 2), pair(1, 2)
     if data.draw(st.booleans()):
         stride, padding, dilation = kernel, [0, 0], [1, 1]
+    features = data.draw(st.sampled_from([3, 16]))
     x, weight = (
         torch.randn(data.draw(st.integers(1, 3)), 4, *pair(1, 20)),
-        torch.randn(16, 4, *kernel),
+        torch.randn(features, 4, *kernel),
     )
-    bias = torch.randn(16) if data.draw(st.booleans()) else None
+    bias = torch.randn(features) if data.draw(st.booleans()) else None
 
     def convolve(*given: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.conv2d(*(*given, None)[:3], stride, padding, dilation)
@@ -193,8 +194,10 @@ def test_images(data: st.DataObject) -> None:
     rewritten = rewrite(graph_of(convolve, *tensors), TARGET)
     places, is_small = kernel[0] * kernel[1], x.shape[2] * x.shape[3] <= 256
     is_product = stride == kernel and not any(padding) and dilation == [1, 1]
-    is_product = is_product or places == 1 or (is_small and places <= 32)
-    assert ("aten.convolution.default" not in ops(rewritten)) == is_product
+    is_product, is_written = is_product or places == 1, is_small and places <= 32
+    if features == 16 or is_product or not is_written:  # some CPUs have blocks for 3 features
+        made = is_product or is_written
+        assert ("aten.convolution.default" not in ops(rewritten)) == made
     torch.testing.assert_close(rewritten(*tensors), expected, rtol=1e-4, atol=1e-4)
 
 
