@@ -76,8 +76,9 @@ class MarkedConvolution:
     def of(cls, op: Any) -> MarkedConvolution | None:
         """Return that which an op is, of values that are loaded; None if it is none."""
         mark = Mark.of(op)
-        is_one = mark is not None and all(map(is_loaded, inputs_of(op)))
-        return cls(op, mark) if mark is not None and is_one else None
+        if mark is None or not all(map(is_loaded, inputs_of(op))):
+            return None
+        return cls(op, mark)
 
     @property
     def made(self) -> tuple[Any, int, int, Sequence[int], int]:
@@ -160,17 +161,7 @@ class MarkedConvolution:
         _, _, width, panels_there, columns = self.made
         kernel, channels = self._window
         all_channels = inputs_of(self.op)[0].type.shape[-1] if self._has_channels else 1
-        begins, ends, reads = list[str](), list[str](), list[str]()
-        for size, step, apart, (before, after) in zip(
-            self._sizes, self.mark.stride, self.mark.dilation, self.mark.padding, strict=True
-        ):
-            begins.append(f"({before} - d0 * {step}) ceildiv {apart}")
-            ends.append(f"({size - after} - d0 * {step}) ceildiv {apart}")
-            skipped = 0 if is_padded else before
-            reads.append(f"d0 * {step} + d1 * {apart} - {skipped}")
         count, places = self.mark.images, self.mark.places
-        if places > 1:  # where the window of one is outside of the image, others' are not
-            begins[1], ends[1] = "0", str(kernel[1])
         return _LOOPS.format(
             sizes=", %n: index" if self.is_of_any_number else "",
             unknown="{%n}" if self.is_of_any_number else "",
@@ -202,12 +193,22 @@ class MarkedConvolution:
             tile=floats(count * places, columns),
             pixels=floats(*((count * places, channels) if self._sums_channels else (1, places))),
             factors=floats(channels, columns),
-            above=begins[0],
-            left=begins[1],
-            below=ends[0],
-            right=ends[1],
             high=kernel[0],
             wide=kernel[1],
-            y=reads[0],
-            x=reads[1],
+            **self._places(kernel[1], is_padded=is_padded),
         )
+
+    def _places(self, wide: int, *, is_padded: bool) -> dict[str, str]:
+        """Write which places of a window are inside of the images, and where these are read."""
+        begins, ends, reads = list[str](), list[str](), list[str]()
+        for size, step, apart, (before, after) in zip(
+            self._sizes, self.mark.stride, self.mark.dilation, self.mark.padding, strict=True
+        ):
+            begins.append(f"({before} - d0 * {step}) ceildiv {apart}")
+            ends.append(f"({size - after} - d0 * {step}) ceildiv {apart}")
+            skipped = 0 if is_padded else before
+            reads.append(f"d0 * {step} + d1 * {apart} - {skipped}")
+        if self.mark.places > 1:  # where the window of one is outside of the image, others' are not
+            begins[1], ends[1] = "0", str(wide)
+        (above, left), (below, right), (y, x) = begins, ends, reads
+        return {"above": above, "below": below, "left": left, "right": right, "y": y, "x": x}

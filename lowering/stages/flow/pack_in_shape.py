@@ -53,19 +53,22 @@ def pack_in_shape(module: Any) -> None:
         ops = ops_of(functions[0]) if len(functions) == 1 else []
         packed = [op.operands[0] for op in ops if op.name == _PACKS]
         for split in [value.owner for value in packed if maker_of(value) == _SPLITS]:
-            shapes = _shapes_around(split)
-            if shapes is not None:
+            parts = _parts_of(split)
+            shapes = None if parts is None else _shapes_around(split, parts)
+            if parts is not None and shapes is not None:
+                _split_loops(split.operands[0].owner, parts)
                 _write(split, shapes, functions[0], dispatches_of(module, executable))
 
 
-def _shapes_around(split: Any) -> dict[Any, list[int]] | None:
+def _shapes_around(split: Any, parts: Sequence[Sequence[int]]) -> dict[Any, list[int]] | None:
     """Return the new shapes of what computes a split, and of what that reads.
 
-    None: it does not compute number by number, or reads what is not in memory in that shape.
+    None: it reads what is not in memory in that shape.
+
+    Args:
+        split: what gives a shape to what is computed in one row.
+        parts: what each loop becomes.
     """
-    parts = _parts_of(split)
-    if parts is None:
-        return None
     op, shapes = split.operands[0].owner, dict[Any, list[int]]()
     values = [*op.operands, *op.results]
     for value, read in zip(values, [*maps_of(op), maps_of(op)[-1]], strict=True):
@@ -79,7 +82,7 @@ def _shapes_around(split: Any) -> dict[Any, list[int]] | None:
 
 
 def _parts_of(split: Any) -> list[list[int]] | None:
-    """Return what each loop of what is split becomes."""
+    """Return what each loop of what is split becomes; None if that is not number by number."""
     source, sizes = split.operands[0], sizes_of(split.results[0].type)
     if maker_of(source) != "linalg.generic" or None in sizes:
         return None
@@ -114,9 +117,6 @@ def _write(
     split: Any, shapes: Mapping[Any, Sequence[int]], function: Any, dispatches: Sequence[Any]
 ) -> None:
     """Compute what is split in its new shape, from tensors that are given in theirs."""
-    op, parts = split.operands[0].owner, _parts_of(split)
-    assert parts is not None
-    _split_loops(op, parts)
     for value, shape in shapes.items():
         kind = _in_shape(value.type, shape)
         value.set_type(kind)
@@ -124,7 +124,7 @@ def _write(
             argument = _load_whole(value.owner, kind)
             for dispatch in dispatches:
                 _give(dispatch, place_of(dispatch, argument), kind)
-    split.results[0].replace_all_uses_with(op.results[0])
+    split.results[0].replace_all_uses_with(split.operands[0])
     split.erase()
     set_type(function)
 

@@ -14,7 +14,7 @@ from lowering.stages.ir.device_programs import (
     set_workgroups,
     tell_flops,
 )
-from lowering.stages.ir.symbols import inside, maker_of, ops_of, walk
+from lowering.stages.ir.symbols import inside, maker_of, ops_of
 from lowering.stages.ir.templates import clones, compilation_info, put
 from lowering.stages.ir.types import dtype_of, sizes_of, tensor
 
@@ -125,7 +125,7 @@ def _write(executable: Any, function: Any, old: Sequence[Any]) -> None:
     with ir.InsertionPoint(store), op.location:
         put(text, arguments)
     (loop,) = inside(function, "scf.for")
-    (generic,) = [inner for inner in walk(loop) if inner.name == _GENERIC]
+    (generic,) = inside(loop, _GENERIC)
     _combine(op, generic)
     tell_flops(function, count * width)
     set_workgroups(executable, [width // some, 1, 1])

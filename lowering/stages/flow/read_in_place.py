@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from lowering.stages.ir.device_programs import RESHAPE
 from lowering.stages.ir.symbols import global_of, inside, ops_of, symbol_of, walk
 
 _LOAD, _STORE = "util.global.load", "util.global.store"
-_VIEWS = frozenset({_LOAD, "arith.constant", "flow.tensor.reshape", "flow.tensor.slice"})
+_VIEWS = frozenset({_LOAD, "arith.constant", RESHAPE, "flow.tensor.slice"})
 
 
 def read_in_place(module: Any) -> None:

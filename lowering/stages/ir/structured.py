@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lowering.stages.ir.symbols import constant_of, maker_of, ops_of
@@ -54,6 +55,12 @@ def is_of_nothing(op: Any) -> bool:
 def is_zeros(value: Any) -> bool:
     """Say whether a tensor is zeros, as sums begin with."""
     return maker_of(value) == "linalg.fill" and constant_of(value.owner.operands[0]) == 0
+
+
+def is_transpose(op: Any, order: Sequence[int]) -> bool:
+    """Say whether what makes a value is a transposition to this order."""
+    is_one = getattr(op, "name", "") == "linalg.transpose"
+    return is_one and list(op.attributes["permutation"]) == list(order)
 
 
 def is_elementwise(op: Any) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lowering.stages.ir.barrier import behind_barrier
 from lowering.stages.ir.convolutions import MARK, Mark, with_count, without_ones
 from lowering.stages.ir.factors import is_weight
-from lowering.stages.ir.structured import is_zeros
+from lowering.stages.ir.structured import is_transpose, is_zeros
 from lowering.stages.ir.symbols import maker_of
 from lowering.stages.ir.templates import put
 from lowering.stages.ir.tensors import TO_FIRST, TO_LAST, padded, reordered, reshaped, squeezed
@@ -225,9 +224,3 @@ def _bias_of(value: Any) -> Any:
         return None
     is_bias = list(value.owner.attributes["dimensions"]) == [0, 2, 3]
     return value.owner.operands[0] if is_bias else None
-
-
-def is_transpose(op: Any, order: Sequence[int]) -> bool:
-    """Say whether an op is a transposition to this order."""
-    is_transpose = getattr(op, "name", "") == "linalg.transpose"
-    return is_transpose and list(op.attributes["permutation"]) == order

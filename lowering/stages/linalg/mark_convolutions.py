@@ -9,11 +9,11 @@ from typing import Any
 from lowering.cpu import best_for
 from lowering.stages.ir.convolutions import BLOCKS, BLOCKS_OF_A_ROW, DENSE, IN_GROUPS, Mark
 from lowering.stages.ir.matrix_unit import has_tiles
-from lowering.stages.ir.structured import is_zeros
+from lowering.stages.ir.structured import is_transpose, is_zeros
 from lowering.stages.ir.symbols import constant_of, inside, maker_of, ops_of
 from lowering.stages.ir.tensors import TO_FIRST, TO_LAST, reordered
 from lowering.stages.ir.types import dtype_of, sizes_of
-from lowering.stages.linalg.blocked_convolution import BlockedConvolution, is_transpose
+from lowering.stages.linalg.blocked_convolution import BlockedConvolution
 
 
 def mark_convolutions(function: Any, features: Collection[str]) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from lowering.stages.ir.barrier import behind_barrier
 from lowering.stages.ir.factors import is_weight
+from lowering.stages.ir.structured import is_transpose
 from lowering.stages.ir.symbols import maker_of, ops_of
 from lowering.stages.ir.templates import put
 from lowering.stages.ir.tensors import TO_FIRST, TO_LAST, padded, reordered
@@ -88,9 +89,7 @@ def _padded(value: Any) -> Any:
         return None
     pad = value.owner
     first, *amounts = pad.operands
-    if amounts or maker_of(first) != "linalg.transpose":
-        return None
-    if list(first.owner.attributes["permutation"]) != TO_FIRST:
+    if amounts or not is_transpose(first.owner, TO_FIRST):
         return None
     (block,) = pad.regions[0].blocks
     ending, *others = block.operations
